@@ -22,10 +22,12 @@ HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 class Claim:
     """One statement of an article in our words, what is run for it, and the run.
 
-    `run(**given)` -> the values that fill `found`. Each must be what the claim `says` (a number to the fraction `off`),
-    or `between` two numbers; where there are more values than that, it begins again. Or, of each pair in `less`, the
-    value at the first place must be less than the value at the second. Where that is not enough, `run` returns (values,
-    is it true?).
+    `run(**given)` -> the values that fill `found`. Or, for each row that is given as `of`, `run(**row)` -> a value, or
+    how many times the value of a row in `over` it is; these begin again where there are fewer.
+
+    Each value must be what the claim `says` (a number to the fraction `off`), or `between` two numbers; where there are
+    more values than that, it begins again. Or, of each pair in `less`, the value at the first place must be less than
+    the value at the second. Where that is not enough, `run` returns (values, is it true?).
 
     `at` are the places, of values or pairs, that the claim is about: all. With a condition `when` a claim is tested on
     both sides: `at` is where the condition is met, the first place if nothing else is said, and all other places are
@@ -52,7 +54,7 @@ class Claim:
 
     def check(self) -> tuple[str, str]:
         """(found, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
-        values = self.run(**self.given)
+        values = each_over(self.run, **self.given) if "of" in self.given else self.run(**self.given)
         true = []
         if isinstance(values, tuple):
             values, *true = values
@@ -79,6 +81,14 @@ def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
             run = attrgetter(row["run"])(runs)
             claims.append(Claim(**{**row, "article": title, "run": run}))
     return claims
+
+
+def each_over(run: Callable, of: list[dict], over: list[dict] = ()) -> list:
+    """A value of each row, or how many times that of the rows `over`."""
+    found = [run(**row) for row in of]
+    if over:
+        found = [value / run(**row) for value, row in zip(found, cycle(over))]
+    return found
 
 
 def about(measured, claimed, tolerance: float = 0.005) -> bool:

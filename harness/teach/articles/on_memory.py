@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -51,11 +50,6 @@ def of_a_dry_run(engine: str, what: str, options: str = "") -> float:
         sizes[f"{part} at the peak"] = run["peak_parts"].get(part, 0)
     sizes |= {"state": state(run), "peak": run["peak_bytes"], "needed": needed_bytes(run["peak_bytes"])}
     return sizes[what] / 1e9
-
-
-def of_dry_runs(of: list[dict], over: list[dict] = ()) -> list[float]:
-    """What claims.toml asks of dry runs: {"engine", "what" is asked, and "options" of the command}."""
-    return runs.each_over(of_a_dry_run, of, over)
 
 
 # What a rank holds of 7B.
@@ -116,19 +110,10 @@ def redundant_copies():
     return [ranks * copies("ddp") / 8 - 1 for ranks in (5, 2, 8)]
 
 
-def no_redundant_copies():
-    return [copies("zero1"), copies("zero3")]
-
-
-def divided_by_n():
-    whole = step("single")["bytes"]
-    return [ranks * step("zero3", ranks=ranks)["bytes"] / whole for ranks in (2, 4, 8, 32)]
-
-
 def layers_over_the_state():
     """What ZeRO-3 has gathered does not shrink with N."""
     steps = [step("zero3", ranks=ranks) for ranks in (8, 32)]
-    return [(run["peak"] - run["state"]) / (4 / 8) for run in steps]
+    return [run["over the state"] / (4 / 8) for run in steps]
 
 
 # Mixed precision.
@@ -157,28 +142,12 @@ def ddp_in_bf16() -> float:
     return state(run) / (run["held_bytes"]["parameters"] / 4)
 
 
-def sixteen_bytes():
-    total = sum(weighed())
-    return [total, *weighed(), total * P7 / 1e9]
-
-
-def fourteen_bytes():
-    """With float32 gradients: without float32 weights, and with them."""
-    weights, gradients, master, moments = weighed(SINGLE)
-    return [weights + gradients + moments, weights + gradients + master + moments]
-
-
-def sixteen_or_eighteen_bytes():
-    return [ddp_in_bf16(), sum(weighed()), sum(weighed(SINGLE))]
-
-
-def ddp_in_gigabytes():
-    return [ddp_in_bf16() * P7 / 1e9]
-
-
-def adams_bytes():
-    _, _, master, moments = weighed()
-    return [master + moments, moments]
+def trained_in_bf16(parts: list[str], gradients: str = "bfloat16", preset: str = "") -> float:
+    """Bytes per parameter of these parts; with a preset its GB."""
+    names = "weights", "gradients", "float32 weights", "moments", "what DDP holds"
+    sizes = dict(zip(names, [*weighed(getattr(torch, gradients)), ddp_in_bf16()]))
+    total = sum(sizes[part] for part in parts)
+    return total * parameters_of(preset) / 1e9 if preset else total
 
 
 def boxes_of_figure_two():
@@ -197,32 +166,17 @@ def boxes_of_figure_two():
 # Activations: what forward keeps for backward, of the articles' 4 sequences of 2,048 tokens.
 
 
-def kept(name: str, **shape) -> list[int]:
-    """[bytes kept for backward, the most at once with every block recomputed: their inputs, and one's activations]."""
-    whole, inputs = (saved_bytes(name, 4, 2048, recompute=again, **shape) for again in (False, True))
-    two, one = (saved_bytes(name, 4, 2048, **{**shape, "layers": layers}) for layers in (2, 1))
-    return [whole, inputs + two - one]
-
-
-def activations(preset: str):
-    return gigabytes(kept(preset))
-
-
-def recomputed_activations(preset: str):
-    return activations(preset)[::-1]
-
-
-def times_the_weights(preset: str):
-    return [nbytes / (2 * parameters_of(preset)) for nbytes in kept(preset)]
+def of_a_forward(preset: str, what: str, **shape) -> float:
+    """GB that are "kept" for backward; with every block "recomputed" the most at once: their inputs, and one's
+    activations; and the "weights"."""
+    whole, inputs = (saved_bytes(preset, 4, 2048, recompute=again, **shape) for again in (False, True))
+    two, one = (saved_bytes(preset, 4, 2048, **{**shape, "layers": layers}) for layers in (2, 1))
+    sizes = {"kept": whole, "recomputed": inputs + two - one, "weights": 2 * parameters_of(preset)}
+    return sizes[what] / 1e9
 
 
 def bytes_per_parameter():
     return [saved_bytes("7b", sequences, 1024) / P7 for sequences in (3, 1, 8)]
-
-
-def times_less_kept():
-    pairs = [kept("7b", layers=layers) for layers in (34, 4)]
-    return [whole / recomputed for whole, recomputed in pairs]
 
 
 def flops(early_stop: bool | None) -> int:
@@ -242,9 +196,9 @@ def more_flops():
 
 
 @functools.cache
-def kept_under(name: str, model_of=runs.small_gpt, **options) -> int:
+def kept_under(name: str, model: str = "small", **options) -> int:
     """Bytes that forward leaves for backward under an engine, without the parameters it has gathered."""
-    with MemoryLedger() as memory, runs.running(name, model_of, **options) as engine:
+    with MemoryLedger() as memory, runs.running(name, runs.MODELS[model], **options) as engine:
         flats = [bucket.flat.untyped_storage() for bucket in buckets_of(engine)]
         before = memory.live - sum(flat.nbytes() for flat in flats)
         loss = runs.forward(engine)
@@ -258,27 +212,12 @@ def kept_under_the_stages():
     return found, all(about(nbytes, alone, 0.01) for nbytes in staged)
 
 
-def recomputed_gpt():
-    model = runs.small_gpt()
-    checkpoint_blocks(model, casts=False)
-    return model
-
-
-def use_orig_params():
-    with_it, without = kept_under("fsdp1"), kept_under("fsdp1", use_orig_params=False)
-    return [with_it, without, kept_under("fsdp1", recomputed_gpt)]
-
-
 def growth(kernel=None, **doubled) -> float:
     """How many times more bytes are kept if one of the sizes is doubled."""
     usual = {"batch": 2, "seq": 128, "width": 64}
     shape = {"layers": 4, "heads": 4, "vocab": 16, "kernel": kernel, "dtype": SINGLE}
     small, large = (saved_bytes("small", **sizes, **shape) for sizes in (usual, usual | doubled))
     return large / small
-
-
-def growth_of_activations():
-    return [growth(batch=4), growth(seq=256), growth(width=128), growth(SDPBackend.MATH, seq=256)]
 
 
 # Offload: what leaves the GPU, and what it costs.

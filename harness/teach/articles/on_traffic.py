@@ -9,7 +9,6 @@ here: what is issued before a computation can hide behind it.
 import functools
 from functools import partial
 
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,13 +22,14 @@ from harness.teach.articles.claim import about
 from harness.teach.articles.runs import (
     ALL_REDUCE,
     GATHER,
+    MODELS,
     REDUCE,
     STAGES,
+    UNITS,
     batch_for,
     chain,
     fake_ranks,
     forward,
-    of_a_step,
     running,
     size_of,
     small_gpt,
@@ -55,8 +55,7 @@ def ring_all_reduce():
     buffers = [[shard + rank for shard in range(8)] for rank in range(8)]
     expected = [sum(column) for column in zip(*buffers)]
     sent = by_hand.ring(buffers, by_hand.reduce_round) + by_hand.ring(buffers, by_hand.gather_round)
-    share, right = sent / 8, buffers == [expected] * 8
-    return [share, right], share == 2 * 7 / 8 and right
+    return [sent / 8, buffers == [expected] * 8]
 
 
 def gradients_of_what_it_owns():
@@ -75,24 +74,6 @@ def fsdp_is_zero3():
 # Accumulation, buckets and units.
 
 
-def frees_gradients():
-    """Peaks over what is held, which is 4Ψ of weights and 12Ψ/N. Whole gradients are 4Ψ."""
-    return [of_a_step("zero2", "peak", "16 layers", bucket_mb=size) - 4 - 12 / 8 for size in (0, 25)]
-
-
-def matrices(model) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)) and m is not model.head]
-
-
-def bad_wrapping():
-    """A unit per layer, one per block, the model as one."""
-    choices = matrices, None, lambda model: [model]
-    runs = [step("zero3", toy, units=units) for units in choices]
-    layers, blocks, _ = gathers = [run["all-gathers"] for run in runs]
-    volume, least, _ = volumes = [run["sent by all-gathers"] for run in runs]
-    return [*gathers, *volumes], layers > 3 * blocks and about(volume, least, 0.05)
-
-
 def wrapped(units) -> tuple[float, float]:
     """Shares of a GPT with fully_shard on these modules: of the largest all-gather, and of what stays unsharded."""
     with fake_ranks(8), TrafficLedger() as ledger:
@@ -109,7 +90,7 @@ def root_wrapped_too():
     both, _ = wrapped(lambda gpt: [*gpt.blocks, gpt])
     only_root, _ = wrapped(lambda gpt: [gpt])
     _, unsharded = wrapped(lambda gpt: gpt.blocks)
-    return [both, only_root, unsharded], both < only_root and unsharded > 0, only_root == 0
+    return [both, only_root, unsharded]
 
 
 def per_parameter_dtensor():
@@ -117,8 +98,8 @@ def per_parameter_dtensor():
         params = list(engine.model.parameters())
         share = storage_bytes(params) / size_of(chain)
         shapes = [tuple(shape) for shape in (params[0].shape, params[0].to_local().shape)]
-    values = [type(params[0]).__name__, *shapes, share]
-    return values, all(isinstance(param, DTensor) for param in params) and about(share, 1 / 8)
+    kinds = {type(param).__name__ for param in params}
+    return [" and ".join(kinds), *shapes, share]
 
 
 def equal_chunks():
@@ -129,31 +110,16 @@ def equal_chunks():
 # What is gathered at once.
 
 
-def most_gathered(model_of, **options) -> float:
-    """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
-    gathered = worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options)
-    return gathered / size_of(model_of)
-
-
-def layers_at_once():
-    """One is at work, and one is prefetched."""
-    return [layers * most_gathered(partial(chain, layers)) for layers in (4, 8, 16)]
-
-
-def gathered_of_a_gpt() -> list[float]:
-    """Shares of an 8-block GPT that are gathered at once: by units, units kept after forward, all as one unit."""
-    choices = {}, {"reshard_after_forward": False}, {"units": lambda model: [model]}
-    return [most_gathered(small_gpt, **options) for options in choices]
+def most_gathered(model: str, units: str = "blocks", layers: int = 1, **options) -> float:
+    """The largest share of the parameters that ZeRO-3 has gathered at once in a step, in layers if there are some."""
+    model_of, options["units"] = MODELS[model], UNITS[units]
+    return layers * worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options) / size_of(model_of)
 
 
 def flops_of_a_rank(name: str) -> int:
     with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
         forward(engine).backward()
         return counter.get_total_flops()
-
-
-def same_computation():
-    return [flops_of_a_rank(name) / flops_of_a_rank("single") for name in ("zero3", "fsdp2")]
 
 
 # In which order.
@@ -210,10 +176,6 @@ def before_the_last_gradient(**options) -> float:
     return backward[: backward.rindex("C")].count("R") / backward.count("R")
 
 
-def overlap_of_ddp():
-    return [before_the_last_gradient(bucket_mb=0.02), before_the_last_gradient()]
-
-
 def per_unit_and_pass():
     """All-gathers and reduce-scatters of a unit in forward and in backward, of ZeRO-3 and FSDP2."""
     found = []
@@ -223,26 +185,7 @@ def per_unit_and_pass():
     return found
 
 
-def order_of_one_unit():
-    return [both_passes(name, layers=1) for name in ("zero3", "fsdp2")]
-
-
-def is_ahead(letters: str) -> bool:
-    """Whether the gather of the next unit is always issued before the computation of the present one."""
-    gathers = letters.count("G")
-    per_unit = round(letters.count("C") / gathers)  # 1 in forward, 2 in backward
-    before = [letters[:place].count("G") for place, letter in enumerate(letters) if letter == "C"]
-    return all(issued >= min(number // per_unit + 2, gathers) for number, issued in enumerate(before))
-
-
-def prefetch():
-    ahead, serial = found = [both_passes("zero3"), both_passes("zero3", prefetch=0)]
-    return found, all(map(is_ahead, ahead.split("|"))), any(map(is_ahead, serial.split("|")))
-
-
 def backward_prefetch():
     """The article names the option (its snippet only imports it): is the next unit gathered early enough?"""
     choices = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None
-    orders = [order("fsdp1", backward_prefetch=choice)[1] for choice in choices]
-    pre, post, none = (letters.partition("C")[0].count("G") > 1 for letters in orders)
-    return orders, pre, post or none
+    return [order("fsdp1", backward_prefetch=choice)[1] for choice in choices]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger
@@ -116,9 +115,10 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
 def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=False, **options) -> dict[str, float]:
     """Numbers of one training step of an engine over `model_of()`, the third; run once however many claims ask.
 
-    The bytes that the rank holds of each part when the optimizer steps, and of all: "bytes". Of Ψ, the number of
-    parameters: the bytes of all ("state") and at the "peak"; elements "sent" in Ψ (N-1)/N, which does not depend on N;
-    also by each kind of collective ("sent by all-gathers"). How many "collectives", and of each kind ("all-gathers").
+    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks".
+    Of Ψ, the number of parameters: the bytes of all parts ("state"), at the "peak" and "over the state"; elements
+    "sent" in Ψ (N-1)/N, which does not depend on N; also by each kind of collective ("sent by all-gathers"). How many
+    "collectives", and of each kind ("all-gathers").
     """
     psi = sum(param.numel() for param in model_of().parameters())
     options = {"optimizer_cls": ADAMW, **options}
@@ -134,6 +134,7 @@ def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=Fa
         engine = None  # before the group goes
     held = sum(seen.held.values())
     found = {**seen.held, "bytes": held, "state": held / psi, "peak": seen.peak / psi, "Ψ": psi}
+    found |= {"of all ranks": held * ranks, "over the state": (seen.peak - held) / psi}
     found |= {"sent": 0, "collectives": len(seen.collectives)}
     for kind in (GATHER, REDUCE, ALL_REDUCE):
         elements = sum(one.whole_bytes / one.element_bytes for one in seen.collectives if one.kind == kind)
@@ -151,22 +152,25 @@ def adapted_gpt() -> GPT:
     return model
 
 
-MODELS = {"chain": chain, "16 layers": partial(chain, 16), "toy": toy, "small": small_gpt, "adapted": adapted_gpt}
+def recomputed_gpt() -> GPT:
+    model = small_gpt()
+    checkpoint_blocks(model, casts=False)
+    return model
 
 
-def of_a_step(engine: str, what: str, model: str = "chain", **options) -> float:
-    return step(engine, MODELS[model], **options)[what]
+def matrices(model: GPT) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)) and m is not model.head]
 
 
-def each_over(number: Callable, of: list[dict], over: list[dict]) -> list[float]:
-    """The `number` of each row; or how many times that of the rows `over`, which begin again where they are fewer."""
-    bases = [number(**row) for row in over] or [1]
-    return [number(**row) / base for row, base in zip(of, itertools.cycle(bases))]
+# What claims.toml calls them.
+MODELS = {"toy": toy, "small": small_gpt, "adapted": adapted_gpt, "recomputed": recomputed_gpt}
+MODELS |= {f"{layers} layers": partial(chain, layers) for layers in (1, 4, 8, 16)}
+UNITS = {"blocks": None, "layers": matrices, "the model": lambda model: [model]}
 
 
-def of_steps(of: list[dict], over: list[dict] = ()) -> list[float]:
-    """What claims.toml asks of training steps: {"engine", "what" is asked, the "model", and options of the step}."""
-    return each_over(of_a_step, of, over)
+def of_a_step(engine: str, what: str, model: str = "8 layers", units: str = "blocks", **options) -> float:
+    """What a claim asks of a training step; `options` are those of `step`."""
+    return step(engine, MODELS[model], units=UNITS[units], **options)[what]
 
 
 def worst_moment(model_of, of, **options) -> int:
@@ -196,7 +200,7 @@ def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute
     On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `kernel` is
     another attention than the fused one.
     """
-    attention = sdpa_kernel(kernel) if kernel else contextlib.nullcontext()
+    attention = sdpa_kernel(getattr(SDPBackend, kernel)) if kernel else contextlib.nullcontext()
     with FakeTensorMode(), new_dtype(dtype), attention, MemoryLedger() as memory:
         model = gpt(name, **shape)
         if recompute:

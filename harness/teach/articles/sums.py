@@ -3,21 +3,20 @@
 from harness.teach.articles.runs import parameters_of
 
 
-def gigabytes_of(preset: str, each: float, ranks: int = 1, of: tuple[float, ...] = (1,)) -> list[float]:
+def gigabytes(preset: str, each: float, ranks: int = 1, of: float = 1) -> float:
     """GB of so many bytes for `each` parameter, cut among ranks; or how many times the GB that they are `of`."""
-    size = each * parameters_of(preset) / 1e9 / ranks
-    return [size / one for one in of]
+    return each * parameters_of(preset) / 1e9 / ranks / of
 
 
-def added(terms: list[list[float]]) -> list[float]:
-    return [sum(one) for one in terms]
+def added(terms: list[float]) -> float:
+    return sum(terms)
 
 
-def all_reduce_seconds(sizes: list[float], rate: float) -> list[float]:
+def all_reduce_seconds(size: float, rate: float) -> float:
     """Of so many GB in a ring of 8 ranks with `rate` GB/s."""
-    return [2 * 7 / 8 * size / rate for size in sizes]
+    return 2 * 7 / 8 * size / rate
 
 
-def gathered_by_eight(sizes: list[float]) -> list[float]:
+def gathered_by_eight(size: float) -> float:
     """What one of 8 ranks sends in a reduce-scatter or an all-gather."""
-    return [7 / 8 * size for size in sizes]
+    return 7 / 8 * size
