@@ -12,11 +12,12 @@ from functools import partial
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.held import storage_bytes
 from harness.measure.memory_parts import GATHERED
-from harness.measure.traffic import TrafficLedger
+from harness.measure.traffic import TrafficLedger, kind_of
 from harness.teach import by_hand
 from harness.teach.articles.claim import about
 from harness.teach.articles.runs import (
@@ -125,21 +126,20 @@ def flops_of_a_rank(name: str) -> int:
 # In which order.
 
 
-class Events(TrafficLedger):
+LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
+
+
+class Events(TorchDispatchMode):
     """The order of all-gathers (G), matrix products (C) and reductions (R)."""
 
-    LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
+    letters = ""
 
-    def __init__(self):
-        super().__init__(on_event=lambda what, *_: self.note(self.LETTERS.get(what, "")))
-        self.letters = ""
-
-    def note(self, letter: str) -> None:
-        self.letters += letter
+    def mark(self) -> None:
+        self.letters += "|"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.note(self.LETTERS.get(func._schema.name, ""))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        self.letters += LETTERS.get(kind_of(func) or func._schema.name, "")
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -149,13 +149,13 @@ def order(name: str, layers: int = 4, **options) -> list[str]:
     Of the third step: after two it knows the order of its units.
     """
     with running(name, partial(chain, layers), **options) as engine:
-        engine.optimizer.register_step_pre_hook(lambda *_: events.note("|"))
+        engine.optimizer.register_step_pre_hook(lambda *_: events.mark())
         for _ in range(3):
             with Events() as events:
                 loss = forward(engine)
-                events.note("|")
+                events.mark()
                 loss.backward()
-                events.note("|")
+                events.mark()
                 update(engine)
         del engine, loss
     return events.letters.split("|")
