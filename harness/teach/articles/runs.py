@@ -69,19 +69,19 @@ def parameters_of(name: str) -> int:
     return number_of_parameters(preset(name))
 
 
-def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_for(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets) that fit `chain` or `gpt`."""
     if isinstance(model, GPT):
-        tokens = torch.arange(batch * (model.config.seq + 1)).view(batch, -1) % model.config.vocab
+        tokens = torch.arange(2 * (model.config.seq + 1)).view(2, -1) % model.config.vocab
         return tokens[:, :-1], tokens[:, 1:]
     width = model[0].in_features
-    return torch.ones(batch, width), torch.zeros(batch, width)
+    return torch.ones(2, width), torch.zeros(2, width)
 
 
-def forward(engine, batch: int = 2) -> torch.Tensor:
+def forward(engine) -> torch.Tensor:
     """The loss of a batch that fits the engine's model, in float32."""
     model = getattr(engine.model, "module", engine.model)  # inside DDP or FSDP1
-    inputs, targets = batch_for(model, batch)
+    inputs, targets = batch_for(model)
     outputs = engine(inputs)
     if isinstance(model, GPT):
         return next_token_loss(outputs, targets)
