@@ -66,6 +66,8 @@ def judged(true: list[bool]):
         ({"says": [], "between": [[3, inf]], "when": "N > 1"}, "holds when N > 1"),
         ({"says": [], "less": [[2, 1], [1, 0]]}, "holds"),
         ({"says": [], "less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # the last is where it is not
+        ({"says": [], "alike": [[0, 1], [1, 2]], "off": 3}, "holds"),
+        ({"says": [], "alike": [[0, 1, 2]]}, "does not hold"),
         ({"run": judged, "given": {"true": [True]}}, "holds"),
         ({"run": judged, "given": {"true": [True, False]}, "when": "N > 1"}, "holds when N > 1"),
         ({"run": judged, "given": {"true": [False, True]}, "when": "N > 1"}, "does not hold"),

@@ -115,7 +115,8 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
 def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=False, **options) -> dict[str, float]:
     """Numbers of one training step of an engine over `model_of()`, the third; run once however many claims ask.
 
-    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks".
+    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks";
+    its "share of parameters" in float32, and of the other parts.
     Of Ψ, the number of parameters: the bytes of all parts ("state"), at the "peak" and "over the state"; elements
     "sent" in Ψ (N-1)/N, which does not depend on N; also by each kind of collective ("sent by all-gathers"). How many
     "collectives", and of each kind ("all-gathers").
@@ -134,6 +135,7 @@ def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=Fa
         engine = None  # before the group goes
     held = sum(seen.held.values())
     found = {**seen.held, "bytes": held, "state": held / psi, "peak": seen.peak / psi, "Ψ": psi}
+    found |= {f"share of {part}": nbytes / (4 * psi) for part, nbytes in seen.held.items()}
     found |= {"of all ranks": held * ranks, "over the state": (seen.peak - held) / psi}
     found |= {"sent": 0, "collectives": len(seen.collectives)}
     for kind in (GATHER, REDUCE, ALL_REDUCE):
