@@ -30,7 +30,6 @@ import time
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from harness.measure import step_report, step_time, tables
 from harness.measure.gpus import mfu
@@ -93,12 +92,6 @@ def _slow_rank(given: str | None, world_size: int | None) -> tuple[int, float] |
 
 WATCHED = 3  # steps of each engine that the ledgers see: in the third all states exist
 WATCHED_STEPS = 5  # of each engine on the timeline, or as many as are timed
-
-
-def copied(batch: tuple) -> tuple:
-    """A batch that is made inside of the ledger, and lives for its step. Of one made outside the ledger counts what an
-    engine happens to take a view of, which is no engine's doing."""
-    return tuple(part.clone() for part in batch)
 
 
 class Referee:
@@ -189,7 +182,9 @@ class Referee:
             for step, batch in enumerate(batches[:WATCHED], 1):
                 words = explained(f"training step {step} of {name}", engine, memory)
                 with watched_step(engine, memory, allocator) as seen, words:
-                    losses.append(self.step(engine, copied(batch)))
+                    # A copy, made inside of the ledger, which lives for its step: of a batch that was made outside the
+                    # ledger counts what an engine happens to take a view of, which is no engine's doing.
+                    losses.append(self.step(engine, [part.clone() for part in batch]))
         for step in told(range(WATCHED, self.options.steps), f"steps of {name}", self.me.rank == 0):
             with explained(f"training step {step + 1} of {name}", engine):
                 losses.append(self.step(engine, batches[step]))
@@ -203,9 +198,8 @@ class Referee:
     def compare(self, runs: dict[str, dict]) -> tuple[str, bool]:
         """Fill in `difference` (largest, over steps and ranks) and `match`; returns (reference, all match)."""
         reference = "ddp" if "ddp" in runs else next(iter(runs))
-        everyone = [None] * self.me.world_size
         mine = {name: run["losses"] or [0.0] * self.options.steps for name, run in runs.items()}
-        dist.all_gather_object(everyone, mine)
+        everyone = process_group.gathered(mine)
         losses, means = {}, {}  # (rank, step); and over the ranks: the loss of the whole batch
         for name in runs:
             losses[name] = torch.tensor([of_rank[name] for of_rank in everyone], dtype=torch.float64)

@@ -180,16 +180,16 @@ def test_a_machine_goes_and_comes_back(stories):
 
 
 def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(ranks, tmp_path):
-    options = ["--preset", "toy", "--steps", "20", "--global-batch", "7", "--save-every", "6"]
+    options = ["--preset", "toy", "--steps", "12", "--global-batch", "7", "--save-every", "4"]
     whole = ranks(2).run(in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
-    ranks(2).run(in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=11)
+    ranks(2).run(in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=7)
     shutil.rmtree(tmp_path / "parts" / "000002")
     parts = ranks(3).run(in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")[0]
-    assert [line["ranks"] for line in parts] == [2] * 6 + [3] * 14
+    assert [line["ranks"] for line in parts] == [2] * 4 + [3] * 8
     for line, other in zip(parts, whole, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
     losses = [line["loss"] for line in whole]
-    assert losses[-1] < losses[0] and len({round(loss, 3) for loss in losses}) > 10
+    assert losses[-1] < losses[0] and len({round(loss, 3) for loss in losses}) > 6
     for file in (tmp_path / "parts").glob("[0-9]*/*.distcp"):
         file.write_bytes(b"")
     with pytest.raises(AssertionError, match="no checkpoint in .* is good"):

@@ -17,11 +17,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from harness.measure.timeline import STEPS, Span, Timeline, Wait
+from harness.run.process_group import gathered
 
 Interval = tuple[float, float]
 OWN = ("compute", "optimizer", "host")
@@ -134,9 +136,7 @@ def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf
     On one machine all processes read one clock: (0, 0). Else it is bounded by barriers: no rank leaves one before
     every rank has entered it. The error is at most half of the shortest barrier that was seen.
     """
-    machines = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, here or machine())
-    if len(set(machines)) == 1:
+    if len(set(gathered(here or machine()))) == 1:
         return 0.0, 0.0
     moments = []
     for _ in range(20):
@@ -167,17 +167,11 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
         timeline.mark()
     meet()
     shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
-    issued = [None] * dist.get_world_size()
-    dist.all_gather_object(issued, [(span.ranks, span.start + shift) for span in timeline.collectives])
+    issued = gathered([(span.ranks, span.start + shift) for span in timeline.collectives])
     last_issue = [moment - shift for moment in last_issues(issued, dist.get_rank())]
     updates = [(span.start, span.end) for span in timeline.spans if span.lane == STEPS and span.name == UPDATE]
-    found = [
-        divide(begin, end, timeline.operations, updates, timeline.waits, timeline.collectives, last_issue)
-        for begin, end in zip(timeline.marks, timeline.marks[1:])
-    ]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return everyone
+    of_rank = timeline.operations, updates, timeline.waits, timeline.collectives, last_issue
+    return gathered([divide(*step, *of_rank) for step in pairwise(timeline.marks)])
 
 
 def own_work(step: dict) -> float:

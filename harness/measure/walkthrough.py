@@ -136,8 +136,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
         memory.clock = time.perf_counter
     # What is there already when the timeline is opened is there from its beginning.
     live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
-    everyone = [None] * me.world_size
-    dist.all_gather_object(everyone, (partition, timeline.spans, live))
+    everyone = process_group.gathered((partition, timeline.spans, live))
     if me.rank > 0:
         return
     # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.

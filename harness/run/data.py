@@ -12,7 +12,7 @@ DEFAULT_BYTES = 4 * 2**20  # enough that no batch of a short run repeats
 SHORTER = "take a longer --data or a preset with a shorter sequence"
 
 
-def load_text(path: str | None = None, seq: int = 1) -> torch.Tensor:
+def load_text(path: str | None, seq: int) -> torch.Tensor:
     """The corpus as a 1-D uint8 tensor, long enough for one sequence of `seq` bytes and its targets.
 
     By default the top-level modules of the standard library, in alphabetical order, so that it is

@@ -85,7 +85,7 @@ def planned_world_size(backend: str, device: str) -> int | None:
 CHECKS: list[Callable] = []  # what else is asked before any rank starts: each is given the options, ranks and device
 
 
-def preflight(ranks: str, backend: str, device: str, options=None) -> None:
+def preflight(ranks: str, backend: str, device: str, options) -> None:
     """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
     gpus = accelerator.count()
     number = ranks_here(ranks, backend, device)
@@ -160,6 +160,13 @@ def largest(values: list[float], me: Rank) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=me.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def gathered(value) -> list:
+    """The `value` of each rank. A collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def tf32() -> bool:

@@ -152,6 +152,8 @@ def _opened(text: str, blank: Blank, hints: int) -> str:
     else:
         taken = statements(ast.parse(text), blank)
         first, last, indent = taken[0].lineno - 1, taken[-1].end_lineno, taken[0].col_offset
+        while lines[first - 1].strip().startswith("#"):  # what the chapter says of these statements
+            first -= 1
         lines[first:last] = _instead(blank, lines[first:last], indent, hints)
     return "\n".join(lines)
 
@@ -175,6 +177,7 @@ def generate(name: str, hints: int = HINTS) -> str:
     lines, after = text.split("\n"), ast.parse(text).body[0].end_lineno  # the chapter's docstring, above all blanks
     lines[after:after] = ["", *_goal(name, exercise)]
     text = re.sub(r"^Run it: .*$", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1, flags=re.MULTILINE)
+    text = re.sub(r"^(# .*\n)+(?=\n*def main)", "", text, flags=re.MULTILINE)  # behind the class: it tells answers
     return f"{text}\n{SEAL}{_digest(text)}\n"
 
 
@@ -207,6 +210,7 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
         f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
         f"Write what raises NotImplementedError, in this order, which is that of work and not of lines, and ask after "
         f"each: ./launch.sh check {name}",
+        "Each is tried alone: all others are then the chapter's. So names that other code reads must stay.",
     ]
     lines = [line for part in said for line in textwrap.wrap(part, 117, break_on_hyphens=False)]
     lines += [f"  {blank.where:<24} {blank.task}" for blank in exercise.blanks]
@@ -228,9 +232,9 @@ def told(name: str, text: str) -> str:
     said.append(f"In all it {exercise.goal}.")
     if exercise.blanks:
         said.append("Write them in this order, the order of work and not of lines.")
-    said.append(
-        f"Ask at any time, which takes about half a minute: ./launch.sh check {name} (a hint beside it: --hint)"
-    )
+    hint = " (a hint beside it: --hint)" if exercise.blanks else ""
+    time = "about a minute" if exercise.source else "some minutes"
+    said.append(f"Ask at any time, which takes {time}: ./launch.sh check {name}{hint}")
     return "\n".join(said)
 
 

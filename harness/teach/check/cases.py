@@ -79,8 +79,8 @@ def one_weight_of(more: bool) -> nn.Module:
 
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
-recomputed = partial(fixtures.Checkpointed, "around each")
-several_recomputed = partial(fixtures.Checkpointed, "around several")
+recomputed = fixtures.Checkpointed
+several_recomputed = partial(fixtures.Checkpointed, 2)
 
 
 class BiasLast(fixtures.OddModel):
@@ -146,16 +146,15 @@ def no_backward(cls, case: Case) -> None:
     engine.step()
 
 
-def clipping(cls, case: Case) -> None:
-    for max_norm, norm_type in ((0.05, 2.0), (1e6, 2.0), (0.05, math.inf), (0.05, 1.0)):
-        engine = build(cls, case, odd_model)
-        backward(engine, case)
-        engine.clip_grad_norm_(max_norm, norm_type)
-        engine.step()
+def clipping(cls, case: Case, max_norm: float = 0.05, norm_type: float = 2.0) -> None:
+    engine = build(cls, case, odd_model)
+    backward(engine, case)
+    engine.clip_grad_norm_(max_norm, norm_type)
+    engine.step()
 
 
-def clipping_what_is_no_number(cls, case: Case) -> None:
-    for rank, value, norm_type in product(range(case.group.size()), (math.nan, math.inf), (2.0, math.inf)):
+def clipping_what_is_no_number(cls, case: Case, norm_type: float = 2.0) -> None:
+    for rank, value in product(range(case.group.size()), (math.nan, math.inf)):
         engine = build(cls, case, odd_model)
         backward(engine, case)
         engine.reduce_gradients()
@@ -171,6 +170,7 @@ def count_bytes(cls, case: Case) -> None:
         engine.training_step(inputs, targets, F.mse_loss)
 
 
+CLIPS = ("clip_grad_norm_",)
 CASES = (
     Case("", two_steps),
     Case("in a group of one rank (self.world_size is 1)", two_steps, alone=True),
@@ -184,9 +184,17 @@ CASES = (
     Case("where a gradient is the first sign of a backward", partial(two_steps, model=BiasLast), only=("zero3",)),
     Case("where a unit is freed that is still being gathered", freed_unused, only=("free",)),
     Case("in a step without a backward", no_backward, expects=RuntimeError),
-    Case("where some ranks own nothing but padding", clipping_padding, only=("clip_grad_norm_",)),
-    Case("clipping", clipping, only=("clip_grad_norm_",)),
-    Case("where one rank's gradients have a NaN or an infinity", clipping_what_is_no_number, only=("clip_grad_norm_",)),
+    Case("with norm_type 2", clipping, only=CLIPS),
+    Case("with a norm below max_norm", partial(clipping, max_norm=1e6), only=CLIPS),
+    Case("with norm_type inf", partial(clipping, norm_type=math.inf), only=CLIPS),
+    Case("with norm_type 1", partial(clipping, norm_type=1.0), only=CLIPS),
+    Case("where some ranks own nothing but padding", clipping_padding, only=CLIPS),
+    Case("where one rank's gradients have a NaN or an infinity", clipping_what_is_no_number, only=CLIPS),
+    Case(
+        "where one rank's gradients have a NaN or an infinity, with norm_type inf",
+        partial(clipping_what_is_no_number, norm_type=math.inf),
+        only=CLIPS,
+    ),
     Case("counted in bytes", count_bytes, memory=True),
 )
 

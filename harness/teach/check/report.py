@@ -34,6 +34,7 @@ def merge(verdicts: list[dict]) -> dict:
     """One verdict of all ranks' on one step: the worst, with what became of the other ranks."""
     for status in WORST:
         found = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
+        found.sort(key=lambda rank: "without a word" in verdicts[rank].get("error", ""))  # it may be another's victim
         if found:
             others = [
                 f"rank {rank} {verdict['error']}"
@@ -64,7 +65,7 @@ def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list
         if line := verdict.get("line"):
             lines.append(f"  in line {line} of {shown}: {source[line - 1].strip()}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
-    if " waits in " in " ".join(lines):
+    if " waits in " in " ".join(lines) or " it was in: " in " ".join(lines):
         said = "Collectives match by their order alone: every rank must issue the same ones, in the same order."
         lines.append(f"  {said}")
     lines += [] if loading else [f"  read      {check.read}"]
@@ -79,7 +80,7 @@ def next_hints(check: Check, text: str, many: int) -> list[str]:
     lines = [f"hint      {hint}" for hint in hints[:many]]
     if hints[many:]:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
-    none = "there is no other" if check.blank else "all blanks are written"
+    none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
     return [part for line in lines or [f"hint      {none}; read {check.read}"] for part in _wrapped(line)]
 
 
@@ -130,7 +131,8 @@ def on_ranks(report: Report, file: Path, options: argparse.Namespace) -> None:
         first = len(report.verdicts)
         words = (options.name, file, options.seconds, options.backend, options.device, options.seed, first)
         command = ["-m", "harness.teach.check.steps", *map(str, words)]
-        with ranks.Ranks(command, options.ranks, 3600, file=str(file), ZERO_TIMEOUT="60") as there:
+        quiet = options.folder is not None  # what a file prints has no place between the others' points
+        with ranks.Ranks(command, options.ranks, 3600, quiet, file=str(file), ZERO_TIMEOUT="60") as there:
             for _, verdicts in there.verdicts(range(first, len(report.checks))):
                 report.add(verdicts)
                 if report.over or parted(verdicts):
@@ -179,7 +181,8 @@ def conformed(file: Path) -> dict:
     outcomes = conform.outcomes_of(name, names, 2)
     asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
     points = sum(each["outcome"] == "right" for each in asked)
-    print(f"\n{points} of {len(asked)} properties")
+    refused = sum(each["outcome"] == "refused" for each in asked)
+    print(f"\n{points} of {len(asked)} properties; {refused} refused in words")
     return {"exercise": "own_engine", "file": _shown(file), "points": points, "of": len(asked), "properties": outcomes}
 
 
@@ -190,6 +193,12 @@ def judged(file: Path, options: argparse.Namespace) -> dict:
     report = examined(file, options)
     tell_rest(report, options.name, options.hint)
     return report.as_json(options.name)
+
+
+def column_of(check: Check) -> str:
+    if check.blank:
+        return check.blank.where.rpartition(".")[2]
+    return check.title.partition(":")[0]
 
 
 def table_of(options: argparse.Namespace) -> list[dict]:
@@ -204,7 +213,7 @@ def table_of(options: argparse.Namespace) -> list[dict]:
         signs = [SIGNS.get(check["status"], "-") for check in found[-1].get("checks", ())]
         rows.append([file.name, str(found[-1]["points"]), *(signs or [found[-1]["error"].partition("\n")[0]])])
         print(f"{file.name}: {found[-1]['points']}", flush=True)
-    titles = [check.title.partition(":")[0] for check in checks_of(options.name)]
+    titles = [column_of(check) for check in checks_of(options.name)]
     width = max(map(len, [titles, *(row[2:] for row in rows)]))
     rows = [row + [""] * (2 + width - len(row)) for row in [["file", "points", *titles], *rows]]
     print("\n" + "\n".join(tables.text(rows, left=range(len(rows[0])))))
@@ -220,7 +229,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     hint = "the next hint for the step that is not passed; twice: the next two"
     parser.add_argument("--hint", action="count", default=0, help=hint)
     parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
-    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points")
+    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
     time = {"type": partial(common.number, float, 1), "default": SECONDS}
     parser.add_argument("--seconds", help=f"for one training of a step (default {SECONDS})", **time)
     common.add(parser, "seed", "json", "backend", "device")
@@ -250,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         options = arguments(argv)
         where = "CPU" if options.runs_on == "cpu" else "GPU"
         what = options.folder or _shown(options.file)
-        print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes about half a minute")
+        print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes about a minute")
         if options.folder:
             common.write_json(options.json, table_of(options))
             sys.exit(0)

@@ -77,8 +77,7 @@ def check_ring(solution) -> str:
 def check_zero1(solution) -> str:
     """Notebook 3: `my_step(rank, ranks, dist, weights, gradients, momentum)`: steps 3 to 5 of ZeRO-1 on one rank."""
     ranks, length, steps = 4, 12, 2
-    weights, momentum = torch.arange(length).float(), torch.zeros(length)
-    gradients = [[weights * (rank + 1) + step for rank in range(ranks)] for step in range(steps)]
+    gradients = [[torch.arange(length) * (rank + 1.0) + step for rank in range(ranks)] for step in range(steps)]
 
     def one(rank, dist):
         mine, own = torch.arange(length).float(), torch.zeros(length // ranks)
@@ -90,12 +89,18 @@ def check_zero1(solution) -> str:
     kinds = found[0][1]
     if not kinds:
         raise NotYet("no rank has called a collective: steps 3 and 5 are blank")
-    for step in range(steps):
-        momentum = momentum / 2 + sum(gradients[step]) / ranks
-        weights = weights - momentum / 4
+
+    def in_one_process(divisor: int) -> torch.Tensor:
+        weights, momentum = torch.arange(length).float(), torch.zeros(length)
+        for step in range(steps):
+            momentum = momentum / 2 + sum(gradients[step]) / divisor
+            weights = weights - momentum / 4
+        return weights
+
+    weights, of_sums = in_one_process(ranks), in_one_process(1)
     for rank, (mine, _) in enumerate(found):
         own = slice(rank * 3, rank * 3 + 3)
-        summed = "; are the gradients summed, and not averaged?" if "all_reduce" in kinds else ""
+        summed = "; are the gradients summed, and not averaged?" if torch.equal(mine[own], of_sums[own]) else ""
         wrong = f"{mine[own].tolist()}, expected {weights[own].tolist()}{summed}"
         assert torch.equal(mine[own], weights[own]), f"rank {rank}'s own weights are {wrong}"
     for rank, (mine, _) in enumerate(found):

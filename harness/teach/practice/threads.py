@@ -71,6 +71,9 @@ class Collectives:
         """All ranks' `input`s, one after the other, into `output`."""
         return self._start("all_gather_single", output, input, torch.cat, async_op)
 
+    # Their names before torch 2.13.
+    reduce_scatter_tensor, all_gather_into_tensor = reduce_scatter_single, all_gather_single
+
     def _start(self, kind: str, output, input, result, async_op: bool) -> Work | None:
         require_memory(kind, "input", input)
         require_memory(kind, "output", output)
