@@ -72,7 +72,7 @@ class Claim:
             meets += [about(values[place], values[first], self.off) for place in others]
         meets += [low <= value <= high for value, (low, high) in zip(values, cycle(self.between))]
         meets += [about(value, said, self.off) for value, said in zip(values, cycle(self.says))]
-        at = self.at or ([0] if self.when else range(len(meets)))
+        at = self.at or range(1 if self.when else max(1, len(meets)))  # without any rule that is an error
         elsewhere = [met for place, met in enumerate(meets) if place not in at]
         return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
