@@ -16,7 +16,10 @@ from harness.teach.practice import tasks, threads
 HERE = Path(__file__).parent
 DATA = tomllib.loads((HERE / "practice.toml").read_text())
 SAYS = {"otherwise": "right: ", "half": "not yet: ", "wrong": "not right yet: "}
-TRIED = [(name, kind, row) for name, each in DATA.items() for kind in SAYS for row in each.get(kind, ())]
+TRIED = []
+for name, each in DATA.items():
+    for kind in SAYS:
+        TRIED += [(name, kind, row) for row in each.get(kind, ())]
 
 BLANKS = {}  # task -> (the notebook's cell with the blank, what the cell below has checked)
 for file in HERE.parent.glob("notebooks/*.ipynb"):

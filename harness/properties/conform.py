@@ -40,6 +40,8 @@ COLLECTIVE = 20  # seconds after which a collective in which ranks wait in vain 
 STARTING = 60  # seconds that ranks may take until they begin
 OUTCOMES = ("right", "refused", "wrong", "crash", "hang", "not applicable")
 SIGNS = dict(zip(OUTCOMES, ("ok", "refused", "WRONG", "CRASH", "HANG", "-")))
+OVER = {"crash", "hang"}  # after which nothing can be asked of these ranks
+BAD = {"wrong", *OVER}
 WORST = ("crash", "hang", "wrong", "refused", "right", "not applicable")  # of several cases or ranks
 IN_WORDS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 ACCIDENTS = (TypeError, AttributeError, KeyError, IndexError, NameError)  # no words, unless a file itself raises them
@@ -52,18 +54,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     common.add(parser, "json")
     parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
     options = parser.parse_args(argv)
-    options.ranks = 2
-    if options.engines and options.engines[-1].isdecimal():
-        options.ranks = int(options.engines.pop())
+    given, options.ranks = options.engines, 2
+    if given and given[-1].isdecimal():
+        options.ranks = int(given.pop())
     if not 1 <= options.ranks <= 8:
         raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
-    files = [given for given in options.engines if given.endswith(".py") and given not in CHAPTERS]
+    files = [name for name in given if name.endswith(".py") and name not in CHAPTERS]
     os.environ.setdefault("ZERO_TIMEOUT", str(COLLECTIVE))
     process_group.timeout()  # raises, too
-    own = engine_file.enter(files, "conform")
-    named = [given for given in options.engines if given not in files] + own
-    if not named:
-        named = [*CHAPTERS, *filter(engines.installed, engines.named("conform"))]
+    named = [name for name in given if name not in files] + engine_file.enter(files, "conform")
+    named = named or [*CHAPTERS, *filter(engines.installed, engines.named("conform"))]
     options.names = [name for name in named if name in CHAPTERS]
     if others := [name for name in named if name not in CHAPTERS]:
         options.names += engines.chosen(",".join(others), "conform")
@@ -90,7 +90,7 @@ def outcome(name: str, engine: str, size: int) -> dict:
         return {"outcome": "not applicable", "says": says}
     for case in cases:
         found.append(dict(zip(("outcome", "says"), _of_case(name, engine, case))))
-        if found[-1]["outcome"] in ("crash", "hang"):
+        if found[-1]["outcome"] in OVER:
             break
     return worst(found)
 
@@ -166,7 +166,7 @@ def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
         ranks.say(folder, name, rank, verdict)
         # One that says nothing is ended, with all others, by who has started them.
         everyone = ranks.everyone(folder, name, me.world_size, 2 * longest())
-        if any(each is None or each["outcome"] in ("crash", "hang") for each in everyone):
+        if any(each is None or each["outcome"] in OVER for each in everyone):
             os._exit(1)  # these ranks may be in any state: others go on
     process_group.stop()
 
@@ -180,7 +180,7 @@ def longest() -> float:
 
 
 def tell(engine: str, name: str, found: dict) -> None:
-    if found["outcome"] in ("wrong", "crash", "hang"):
+    if found["outcome"] in BAD:
         first = found["says"].replace("\n", " ")
         print(tables.wrapped(f"  {engine}, {name}: {found['outcome'].upper()}: {first[:300]}"), flush=True)
 
@@ -195,7 +195,7 @@ def outcomes_of(engine: str, names: list[str], size: int) -> dict[str, dict]:
             for name, (_, verdicts) in zip(told(left, engine), running.verdicts(left)):
                 found[name] = over_the_ranks(verdicts)
                 tell(engine, name, found[name])
-                if found[name]["outcome"] in ("crash", "hang"):
+                if found[name]["outcome"] in OVER:
                     break
                 running.until = time.monotonic() + longest()
         if len(found) == began:
@@ -230,14 +230,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def outcomes_table(results: dict[str, dict], properties: list[str]) -> str:
+def outcomes_table(results: dict[str, dict], counts: list[Counter]) -> str:
     """Properties by engines, in their groups; then how many of each outcome."""
     rows = []
-    for name in sorted(properties, key=lambda name: GROUPS.index(library()[name].group)):
+    first, *_ = results.values()
+    for name in sorted(first, key=lambda name: GROUPS.index(library()[name].group)):
         rows.append([name, library()[name].group, *(SIGNS[found[name]["outcome"]] for found in results.values())])
     for each in OUTCOMES:
-        count = [str(Counter(one["outcome"] for one in found.values())[each]) for found in results.values()]
-        rows.append([f"in all: {each}", "", *count])
+        rows.append([f"in all: {each}", "", *(str(count[each]) for count in counts)])
     return "\n".join(tables.text([["property", "group", *results], *rows], left=range(2 + len(results))))
 
 
@@ -248,7 +248,7 @@ def main() -> None:
     said = ", ".join(f"{count} on {size}" for size, count in sorted(Counter(sizes.values()).items()))
     print(f"{len(sizes)} properties, ranks over gloo: {said}; each engine in ranks of its own", flush=True)
 
-    results, bad = {}, False
+    results, counts = {}, []
     for number, engine in enumerate(options.names, 1):
         started = time.perf_counter()
         print(f"{engine} ({number} of {len(options.names)})", flush=True)
@@ -259,14 +259,13 @@ def main() -> None:
         results[engine] = {name: found[name] for name in options.properties}
         report = {"versions": versions(), "ranks": options.ranks, "engines": results}
         common.write_json(options.json, report, whole=False)  # after each engine: it takes minutes
-        count = Counter(found["outcome"] for found in results[engine].values())
-        bad = bad or any(count[each] for each in ("wrong", "crash", "hang"))
-        said = ", ".join(f"{count[each]} {each}" for each in OUTCOMES if count[each])
+        counts.append(Counter(each["outcome"] for each in found.values()))
+        said = ", ".join(f"{counts[-1][each]} {each}" for each in OUTCOMES if counts[-1][each])
         print(f"  {said}; {time.perf_counter() - started:.0f} s", flush=True)
-    print("\n" + outcomes_table(results, options.properties))
+    print("\n" + outcomes_table(results, counts))
     with one_line(ValueError):
         common.write_json(options.json, report)
-    sys.exit(1 if bad else 0)
+    sys.exit(1 if sum(counts, Counter()).keys() & BAD else 0)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from harness.properties.fixtures import (
     seeded,
     vector_batch,
 )
+from harness.properties.loops import forked
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
-from harness.properties.unused import forked
 from harness.run.data import while_all_have
 from harness.run.shared_folder import shared_folder
 

@@ -1,4 +1,4 @@
-"""What properties share: small models of awkward shapes, data that differs per rank, optimizers, groups."""
+"""What properties share: models of awkward shapes, data that differs per rank, optimizers, groups, and the `Pair`."""
 
 import contextlib
 import copy
@@ -151,22 +151,16 @@ class Nested(nn.Module):
 
 
 class Checkpointed(OddModel):
-    """Activation checkpointing around each unit, inside the units, or around several."""
+    """Activation checkpointing around each unit, or around `several`."""
 
-    def __init__(self, where: str, use_reentrant: bool = False):
+    def __init__(self, several: int = 1, use_reentrant: bool = False):
         super().__init__(blocks=4)
-        self.where, self.use_reentrant = where, use_reentrant
-        if where == "inside":
-            for block in self.blocks:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+        self.several, self.use_reentrant = several, use_reentrant
 
     def forward(self, tokens):
         x = self.embedding(tokens).mean(1)
-        if self.where == "inside":
-            return self.head(through(x, self.blocks))
-        several = 2 if self.where == "around several" else 1
-        for first in range(0, len(self.blocks), several):
-            x = checkpoint(through, x, self.blocks[first : first + several], use_reentrant=self.use_reentrant)
+        for first in range(0, 4, self.several):
+            x = checkpoint(through, x, self.blocks[first : first + self.several], use_reentrant=self.use_reentrant)
         return self.head(x)
 
 
@@ -208,6 +202,10 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, d
         return build().to(dtype).to(device)
 
 
+def stack(layers: int, width: int, reverse: bool = False, kind=Stack) -> nn.Module:
+    return seeded(lambda: kind(layers, width, reverse), dtype=torch.float32)
+
+
 # Data.
 
 
@@ -216,11 +214,11 @@ def drawing(step: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000 * step + rank)
 
 
-def token_batch(step: int, rank: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (batch, 6) int64, classes (batch,) int64), another for every rank and step."""
+def token_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (4, 6) int64, classes (4,) int64), another for every rank and step."""
     generator = drawing(step, rank)
-    tokens = torch.randint(11, (batch, 6), generator=generator)
-    return tokens, torch.randint(3, (batch,), generator=generator)
+    tokens = torch.randint(11, (4, 6), generator=generator)
+    return tokens, torch.randint(3, (4,), generator=generator)
 
 
 def vector_batch(step: int, rank: int, width: int = 64, dtype=torch.float32, batch: int = 1):
@@ -238,8 +236,8 @@ def own_tokens(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 # A small GPT, its data, which is another for every rank and step, and its loss.
 
 
-def gpt(dtype: torch.dtype = torch.float32, device: str | None = None, seed: int = 0) -> GPT:
-    return seeded(lambda: GPT(preset("toy")), seed, dtype, device)
+def gpt(dtype: torch.dtype = torch.float32, device: str | None = None) -> GPT:
+    return seeded(lambda: GPT(preset("toy")), 0, dtype, device)
 
 
 def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
@@ -283,9 +281,9 @@ def odd(engine, optimizer=ADAMW, **options):
 # What is asked of models, ranks and engines.
 
 
-def in_float32(outputs, targets) -> torch.Tensor:
+def in_float64(outputs, targets) -> torch.Tensor:
     """The loss of outputs that may be of low precision."""
-    return F.cross_entropy(outputs.float(), targets)
+    return F.cross_entropy(outputs.double(), targets)
 
 
 def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -359,7 +357,7 @@ EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
 
 def of_output(model, inputs, targets) -> torch.Tensor:
-    return F.cross_entropy(model(inputs), targets)
+    return in_float64(model(inputs), targets)
 
 
 def model_of(model) -> nn.Module:
@@ -474,21 +472,6 @@ class Pair:
             losses.append(self.loss(self.computes, *self.batch(step, rank)) * scale)
             (losses[-1] / parts).backward()
         return losses
-
-    def training_step(self, step: int) -> torch.Tensor:
-        """A step of both, by `training_step` of the engine. Returns all ranks' losses.
-
-        They are compared on every rank: where one is wrong, no rank waits for another that has left.
-        """
-        expected = self.backward_of_plain(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        found = self.trained.training_step(*self.batch(step, self.rank), F.cross_entropy)
-        assert not found.requires_grad, "the loss that training_step returns is not detached"
-        everyone = of_all_ranks(found)
-        same(f"the ranks' losses of step {step}", everyone, torch.stack(expected), self.atol)
-        self.nothing_gathered("the step")
-        return everyone
 
     def backward_by(self, way: Callable, step: int) -> None:
         """`way(model, batch, scale)` does the backwards of a step itself, of losses that it multiplies by `scale`."""

@@ -1,4 +1,4 @@
-"""A group of some ranks, alone or beside others; grids of replicas, tensor parallelism and pipelines beside a stage."""
+"""Where shards are: a group of some ranks, grids of replicas, tensor parallelism and pipelines beside, the host."""
 
 import functools
 from unittest import mock
@@ -34,7 +34,7 @@ from harness.properties.fixtures import (
     token_batch,
     vector_batch,
 )
-from harness.properties.precision import of_tokens, scaler_of
+from harness.properties.precision import scaler_of
 from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, only, refused, same, stages_hold
 from harness.run.model import next_token_loss
 from harness.run.shared_folder import shared_folder
@@ -85,11 +85,7 @@ def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
         return token_batch(step, 2 * row + who)
 
     pair = Pair(engine, OddModel, DECAY, seed=row, group=group, batch=batch)
-    for step in range(3):
-        pair.backward(step)
-        pair.step()
-        dist.barrier()
-    pair.same_weights()
+    pair.alike(3)
     if not (engine.foreign or engine.chapter):
         trained = pair.trained
         same("world size and rank", (trained.world_size, trained.rank), (2, engine.rank % 2))
@@ -246,12 +242,12 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     ask(("zero2", "zero3"), 4, more_ranks=8, kind="1F1B", optimizer=ADAMW, scaled=False),
     ask_thorough(ranks=(4, 8), kind="1F1B", optimizer=SGD),
     ask_thorough(ranks=(4, 8), kind="GPipe", optimizer=ADAMW),
-    ask_thorough(
-        ranks=8, kind="1F1B", optimizer=SGD, sequence=True
-    ),  # who wraps the model, as DDP does, is handed over in another way
+    ask_thorough(ranks=8, kind="1F1B", optimizer=SGD, sequence=True),
 )
 def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=True, sequence=False):
     """The parts of a pipeline train as the whole model does in one process; with 8 ranks they are cut by tensor too.
+
+    Who wraps the model, as DDP does, is handed over in another way, and not asked.
 
     By default the schedule divides the gradients by the number of micro-batches itself, once all have come back.
     Without `scaled` the loss is divided. With `sequence` all parameters of the last part are DTensors.
@@ -263,9 +259,8 @@ def a_stage_of_a_pipeline_trains_as_one_process(engine, kind, optimizer, scaled=
     batch = functools.partial(byte_batch, rows=2 * count)
     built = seeded(small), (model[:2], model[2:])[index]
     pair = Pair(engine, built, optimizer, batch=batch, atol=1e-11 if cut else EXACT, group=cube["data"])
-    stage = pipelining.PipelineStage(
-        pair.model, index, 2, torch.device("cpu"), group=cube.get_group("stages")
-    )  # what the pipeline calls is the model, with the engine's hooks
+    # What the pipeline calls is the model, with the engine's hooks.
+    stage = pipelining.PipelineStage(pair.model, index, 2, torch.device("cpu"), group=cube.get_group("stages"))
 
     def loss(logits, targets):
         return next_token_loss(logits, targets) / (1 if scaled else count)
@@ -302,7 +297,7 @@ def meshes_that_do_not_fit_are_refused(engine):
         (True, {"group": square["data"], "param_dtype": torch.bfloat16}, "param_dtype"),
     ):
         model = cut_by(square["tensor"], sequence=False) if tensor else seeded(small)
-        with refused(word, error=ValueError):  # CHECK
+        with refused(word, error=ValueError):
             engine(model, ADAMW, **options)
     engine(seeded(small), ADAMW, group=cube["replicas", "shards"])  # two of three will do
 
@@ -320,7 +315,7 @@ def offload_changes_nothing(engine, **options):
     """
     options = {**options, "group": grid() if engine.size > 2 else None}
     policy = CPUOffloadPolicy(pin_memory=True)
-    pair = Pair(engine, PartlyFrozen, ADAMW, loss=of_tokens, offload_policy=policy, **options)
+    pair = Pair(engine, PartlyFrozen, ADAMW, offload_policy=policy, **options)
     scaler = scaler_of(engine, init_scale=4.0, enabled="param_dtype" in options)
     for step in range(4):
         # In the first steps both backwards send, and shards add up; in the others the first sends nothing.

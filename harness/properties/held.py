@@ -21,11 +21,13 @@ from harness.properties.fixtures import (
     Pair,
     Stack,
     grid,
-    in_float32,
+    in_float64,
     of_all_ranks,
+    of_output,
     of_vectors,
     seeded,
     silent_group,
+    stack,
     token_batch,
     vector_batch,
     vectors,
@@ -46,11 +48,6 @@ from harness.properties.property import (
 from harness.run import engines
 
 # How parameters lie in their buffers: aligned, padded, each element owned once.
-
-
-def alignment(device: str) -> int:
-    """Parameters and shards start on multiples of so many bytes."""
-    return 16 if device == "cpu" else 256
 
 
 def padded(sizes, world_size: int, align: int = 4) -> tuple[int, int]:
@@ -107,13 +104,14 @@ def held_bytes_equal_the_theory(engine, device="cpu", **options):
         for tensor in (*outside, *model.parameters()):
             memory.track(tensor)
         trained = engine(model, ADAMW, group=silent_group(), **options)
-        trained.training_step(tokens, targets, in_float32)
-        loss = in_float32(trained(tokens), targets)
+        trained.training_step(tokens, targets, in_float64)
+        loss = of_output(trained, tokens, targets)
         loss.backward()
         trained.optimizer.register_step_pre_hook(lambda *_: held.update(held_bytes(trained), live=memory.live))
         trained.step()
     # (elements of the whole buffer, of a shard): all parameters, and those that are trained.
-    align = alignment(device) // (2 if low else 4)  # in elements of the smallest dtype
+    # Parameters and shards start on multiples of so many bytes, here in elements of the smallest dtype.
+    align = (16 if device == "cpu" else 256) // (2 if low else 4)
     lengths = [padded(sizes, world_size, align) for sizes in trainable]
     whole, shard = (sum(each) for each in zip(*lengths))
     # A chapter leaves what is frozen as it is.
@@ -148,7 +146,7 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
     rank, layers, width, low = engine.rank, 4, 12, "param_dtype" in options
     group = grid() if hybrid else None
     row = tuple(dist.get_process_group_ranks(group.get_group("shards") if hybrid else dist.group.WORLD))
-    model, world_size = seeded(lambda: Stack(layers, width), dtype=torch.float32), len(row)
+    model, world_size = stack(layers, width), len(row)
     sizes = [width * width, width]
     whole = padded(sizes, world_size, 8 if low else 4)[0]
     options |= {} if engine.like == "zero3" else {"bucket_mb": 4 * sum(sizes) / 2**20}
@@ -205,7 +203,7 @@ def promised(engine: Subject):
 
 def seen_of_a_step(engine: Subject):
     """(bytes of the parameters, what was seen of the engine's third step, bytes of a buffer that it documents)."""
-    trained = engine(seeded(lambda: Stack(4, 32), dtype=torch.float32), ADAMW)
+    trained = engine(stack(4, 32), ADAMW)
     inner = getattr(trained, "_engine", trained) if engine.foreign else trained
 
     for step in range(3):
@@ -260,10 +258,6 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
 NOISE = (16 + 2 * LAYERS) * 4 * WIDTH  # activations, and what else is small
 
 
-def stack(reverse: bool = False, kind=Stack):
-    return seeded(lambda: kind(LAYERS, WIDTH, reverse), dtype=torch.float32)
-
-
 def batch(step: int = 0):
     return vector_batch(step, dist.get_rank(), WIDTH)
 
@@ -303,7 +297,7 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
 )
 def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
     """In backward ZeRO-2 has parameters, state, 1/N of the gradients, and at most two buckets of whole gradients."""
-    most = peaks_of(engine, stack(reverse), bucket_mb=LAYER / 2**20).backward
+    most = peaks_of(engine, stack(LAYERS, WIDTH, reverse), bucket_mb=LAYER / 2**20).backward
     activations = (4 + LAYERS) * 4 * WIDTH  # all of the layers' inputs, and the gradients between them
     allowed = LAYERS * LAYER / engine.size + 2 * LAYER + activations
     what = "gradients in backward at the worst moment"
@@ -327,7 +321,7 @@ def zero2_has_two_buckets_of_whole_gradients_at_most(engine, reverse):
 def zero3_has_only_the_units_in_use_gathered(engine, **options):
     """Gathered are the root, the unit at work and `prefetch` more; none after backward."""
     own = LAYERS * LAYER / engine.size  # a rank's share of the parameters, or of the gradients
-    found = peaks_of(engine, stack(), **options)
+    found = peaks_of(engine, stack(LAYERS, WIDTH), **options)
     at_most("what is alive after the construction", found.built, own + NOISE)
     # Parameters, and AdamW's two moments with a counter for each piece.
     at_most("what is alive between steps", found.between, 3 * own + 4 * 2 * LAYERS + NOISE)
@@ -376,7 +370,7 @@ def zero3_frees_units_in_backward(engine, kind=Stack, frozen=0, **options):
 
     Under `no_sync()` gradients stay whole, as documented; parameters are freed.
     """
-    model = stack(kind=kind)
+    model = stack(LAYERS, WIDTH, kind=kind)
     for layer in model.layers[LAYERS - frozen :]:
         layer.requires_grad_(False)
     gradients = (LAYERS - frozen) * LAYER / (1 if "no_sync" in options else engine.size)
@@ -395,6 +389,6 @@ def zero3_gathers_little_where_it_cannot_know(engine, **options):
 
     Nor are many where a forward takes another order than the last, by which they are gathered ahead.
     """
-    most = peaks_of(engine, stack(), **options).forward
+    most = peaks_of(engine, stack(LAYERS, WIDTH), **options).forward
     allowed = 3 if "turn" in options else 2
     at_most("units gathered in forward", most, allowed * LAYER + NOISE)

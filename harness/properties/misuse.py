@@ -35,7 +35,6 @@ from harness.properties.fixtures import (
     seeded,
     through_a_file,
 )
-from harness.properties.precision import of_tokens
 from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
 from harness.run.shared_folder import shared_folder
 
@@ -216,19 +215,15 @@ MOVES_OF_FORWARD = {
     ask("zero1", how="data"),
     ask("zero2", how="set_"),
     ask("zero3", how="half and double"),
-    *[ask_thorough("zero3", how=how, reshard_after_forward=False) for how in MOVES_OF_FORWARD],
+    *ask_each("how", MOVES_OF_FORWARD, "zero3", asks=ask_thorough, reshard_after_forward=False),
 )
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
     """A forward that gives its weights other memory: the first step trains right or is refused, later ones are."""
     pair, shards = Pair(engine, lambda: Acting(MOVES_OF_FORWARD[how]), **options), []
     words = "'blocks.1.up.weight'", "moved out of the engine's buffer"
     for step in range(3):
-        if step == 0:
-            with contextlib.suppress(RuntimeError):
-                pair.step_alone()
-        else:
-            with refused(*words, error=RuntimeError):
-                pair.step_alone()
+        with refused(*words, error=RuntimeError) if step else contextlib.suppress(RuntimeError):
+            pair.step_alone()
         pair.trained.zero_grad()
         with contextlib.suppress(RuntimeError):  # it may say once that weights were moved
             pair.trained.full_state_dict()
@@ -500,14 +495,12 @@ def an_optimizer_that_swaps_its_weights_is_right(engine):
     pair = Pair(engine, OddModel, lambda params: Averaging(params, lr=0.05))
     for step in range(3):
         pair.train(2)
-        for model, optimizer in pair.both:
+        for _, optimizer in pair.both:
             optimizer.eval()
-            model.eval()
         pair.evaluate("what the averages compute", step)
         pair.same_weights()
-        for model, optimizer in pair.both:
+        for _, optimizer in pair.both:
             optimizer.train()
-            model.train()
     pair.alike()
 
 
@@ -584,7 +577,7 @@ def groups_that_change_after_the_build_are_refused(engine, regroup):
 @stages_hold("values", ask(), ask(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
     """An average of each piece is kept by this rank, put in place for an evaluation or a save, and taken out again."""
-    pair, update = Pair(engine, loss=of_tokens, **options), get_ema_multi_avg_fn(0.9)
+    pair, update = Pair(engine, **options), get_ema_multi_avg_fn(0.9)
     pieces, params = pieces_of(pair.trained), all_params(pair.optimizer)
     averages, expected = ([each.detach().clone() for each in side] for side in (pieces, params))
     for _ in range(3):

@@ -22,7 +22,7 @@ from harness.properties.fixtures import (
     Stack,
     grid,
     of_vectors,
-    seeded,
+    stack,
     vector_batch,
     vectors,
 )
@@ -66,16 +66,13 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
 
     So it does between the replicas' all-reduce of a shard, and the wait for it.
     """
-    rank, layers = engine.rank, 6
+    layers = 6
     options = {} if engine.like == "zero3" else {"bucket_mb": 4 * (16 * 16 + 16) / 2**20}
-    kind, group = Rooted if root else Stack, grid() if hybrid else None
-    model = seeded(lambda: kind(layers, 16, reverse), dtype=torch.float32)
-    trained = engine(model, ADAMW, group=group, **options)
-    for _ in range(2):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
-        trained.training_step(*vector_batch(0, rank, 16), F.mse_loss)
-
-    with Timeline() as seen:
-        trained.training_step(*vector_batch(1, rank, 16), F.mse_loss)
+    model = stack(layers, 16, reverse, Rooted if root else Stack)
+    trained = engine(model, ADAMW, group=grid() if hybrid else None, **options)
+    for step in range(3):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
+        with Timeline() as seen:
+            trained.training_step(*vector_batch(step, engine.rank, 16), F.mse_loss)
     # The last reduction has no backward left to hide behind. Of replicas, whose all-reduce of a shard is issued when
     # the next bucket is, so have the last two all-reduces.
     expected = [True] * (layers + root - 1) + [False]

@@ -128,7 +128,7 @@ def apart(unit, x):
 
 
 def with_kept_losses(model, x, y):
-    return F.cross_entropy(model(x), y) + 0.1 * sum(block.loss for block in model_of(model).blocks)
+    return of_output(model, x, y) + 0.1 * sum(block.loss for block in model_of(model).blocks)
 
 
 def silent(model, x, y):
@@ -315,6 +315,10 @@ def under(context, function):
     return called
 
 
+def inside_again(unit, x):
+    return checkpoint(one_layer, unit, x, use_reentrant=False)
+
+
 def part_again(unit, x):
     """Checkpointing of a part of a unit: backward runs a layer again, and not the unit."""
     x = one_layer(unit, x)
@@ -379,15 +383,11 @@ def computed_weights(unit, x):
     return torch.tanh(F.linear(F.linear(x, piece), piece.T, unit.b.bias))
 
 
-def checkpointed(where: str, loss=of_output, **asked) -> Path:
-    return Path(partial(Checkpointed, where), loss, token_batch, **asked)
-
-
 SAVED = {
-    "checkpointing around several": checkpointed("around several", everywhere=True, chapters=True),
-    "checkpointing around": checkpointed("around", chapters=True),
-    "checkpointing inside": checkpointed("inside", chapters=True),
-    "checkpointing around the model": checkpointed("around", model_again),
+    "checkpointing around several": Path(partial(Checkpointed, 2), batch=token_batch, everywhere=True, chapters=True),
+    "checkpointing around": Path(Checkpointed, batch=token_batch, chapters=True),
+    "checkpointing inside": Path(body(plain, inside_again), chapters=True),
+    "checkpointing around the model": Path(Checkpointed, model_again, token_batch),
     "saved on the CPU": Path(body(), under(save_on_cpu, of_output)),
     "saved as copies": Path(body(), under(AS_COPIES, of_output), rare=True),
     "saved by a context inside": Path(body(by(under(HIDDEN, lambda block, x: block(x))))),

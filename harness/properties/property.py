@@ -142,8 +142,7 @@ class Subject:
     def __call__(self, model, optimizer_cls, **options):
         if options.get("units") == "the whole model":  # an option that can be written down, and sent to ranks
             options["units"] = [model]
-        if self.foreign or self.chapter:
-            options = {key: value for key, value in options.items() if value is not None}
+        options = {key: value for key, value in options.items() if value is not None}
         if self.foreign and (unknown := sorted(options.keys() - self.takes)):
             raise NotApplicable(f"{self.name} has no option {unknown[0]}")
         return self.build(model, optimizer_cls, **options)

@@ -16,7 +16,7 @@ from harness.properties.fixtures import (
     EXACT,
     OddModel,
     a_step,
-    in_float32,
+    in_float64,
     odd,
     own_tokens,
     seeded,
@@ -128,7 +128,7 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     same("buffers of the model", buffers_of(model), expected)
     for step in range(2):
         inputs, _ = vector_batch(step, engine.rank, 5, batch=2)
-        trained.training_step(inputs, torch.tensor([0, 1]), in_float32)
+        trained.training_step(inputs, torch.tensor([0, 1]), in_float64)
     same("quantized weights in forward", seen, [quantized] * 2)
     if engine.like == "zero3":
         same("bytes of weights that are gathered", storage_bytes(params.values()), 0)

@@ -219,11 +219,8 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
 
 def lines_of_blanks(text: str) -> dict[str, int]:
     """{task: line} of the blanks of an exercise as it was written."""
-    found = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if "raise NotImplementedError(" in line:
-            found[line.split('"')[1]] = number
-    return found
+    blanks = re.finditer(r'raise NotImplementedError\("(.*?)"', text)
+    return {blank[1]: text[: blank.start()].count("\n") + 1 for blank in blanks}
 
 
 def told(name: str, text: str) -> str:

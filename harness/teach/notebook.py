@@ -60,10 +60,10 @@ def run(line: str) -> str:
     return "".join(printed)
 
 
-def memory(arguments: str, columns: int = COLUMNS) -> dict:
+def memory(arguments: str) -> dict:
     """The dry run in this process: `./launch.sh memory` with these arguments; its JSON."""
     options = memory_command.arguments(shlex.split(arguments))
-    say(f"the same as: ./launch.sh memory {arguments}", columns)
+    say(f"the same as: ./launch.sh memory {arguments}")
     return memory_command.measure_all(options)
 
 

@@ -21,10 +21,10 @@ class Frame:
         return f'<iframe title="a recorded step" style="{style}" srcdoc="{html.escape(self.page)}"></iframe>'
 
 
-def show(page: Path | str = READY, run: str = "", event: int = 1, beside: str = "", height: int = 0) -> Frame:
+def show(page: Path | str = READY, run: str = "", event: int = 1, beside: str = "") -> Frame:
     """The page for a notebook's cell, opened at `event` (from 1 on) of `run`, with another recording `beside` it."""
     opens = f'<body data-run="{html.escape(run)}" data-event="{event}" data-beside="{html.escape(beside)}">'
     text, bodies = re.subn(r"<body data-run=[^>]*>", lambda _: opens, Path(page).read_text(encoding="utf-8"), count=1)
     if not bodies:
         raise ValueError(f"{str(page)!r} has no recordings: ./launch.sh watch writes them")
-    return Frame(text, height or (HEIGHT_OF_TWO if beside else HEIGHT))
+    return Frame(text, HEIGHT_OF_TWO if beside else HEIGHT)

@@ -207,11 +207,6 @@ def kept_under(name: str, model: str = "small", **options) -> int:
     return after - before
 
 
-def kept_under_the_stages():
-    alone, *staged = found = [kept_under(name) for name in ("single", *runs.STAGES)]
-    return found, all(about(nbytes, alone, 0.01) for nbytes in staged)
-
-
 def growth(kernel=None, **doubled) -> float:
     """How many times more bytes are kept if one of the sizes is doubled."""
     usual = {"batch": 2, "seq": 128, "width": 64}

@@ -12,13 +12,13 @@ from functools import partial
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.measure.held import storage_bytes
 from harness.measure.memory_parts import GATHERED
-from harness.measure.traffic import TrafficLedger
+from harness.measure.traffic import TrafficLedger, kind_of
 from harness.teach import by_hand
-from harness.teach.articles.claim import about
 from harness.teach.articles.runs import (
     ALL_REDUCE,
     GATHER,
@@ -42,33 +42,12 @@ from harness.teach.articles.runs import (
 # How much is sent.
 
 
-def never_zero1():
-    """For 1 to 4 micro-batches. ZeRO-2 under no_sync() is a ZeRO-1 that reduce-scatters: whole gradients, sent once."""
-    zero1, zero2 = ([step(name, micro_batches=n)["sent"] for n in (1, 2, 3, 4)] for name in ("zero1", "zero2"))
-    quiet = step("zero2", micro_batches=4, no_sync=True, find_unused=False)["sent"]  # an engine's option: no chapter
-    as_cheap = [two <= one for one, two in zip(zero1, zero2)]
-    return [*zero1, *zero2, quiet], as_cheap[0] and as_cheap[1] and quiet <= zero1[3], as_cheap[2]
-
-
 def ring_all_reduce():
     """A ring all-reduce of 8 ranks, run in one process: the share of the buffer that one sends, and whether it sums."""
     buffers = [[shard + rank for shard in range(8)] for rank in range(8)]
     expected = [sum(column) for column in zip(*buffers)]
     sent = by_hand.ring(buffers, by_hand.reduce_round) + by_hand.ring(buffers, by_hand.gather_round)
     return [sent / 8, buffers == [expected] * 8]
-
-
-def gradients_of_what_it_owns():
-    run = step("zero2")
-    return [run["reduce-scatters"], run["all-reduces"], run["gradients"] / size_of(chain)]
-
-
-def fsdp_is_zero3():
-    found = []
-    for what in ("sent", "bytes"):
-        found.append([step(name, toy)[what] for name in ("zero3", "fsdp1", "fsdp2")])
-    sent, held = found
-    return [*sent, *held], all(about(each, sent[0]) for each in sent) and all(about(each, held[0]) for each in held)
 
 
 # Accumulation, buckets and units.
@@ -103,8 +82,8 @@ def per_parameter_dtensor():
 
 
 def equal_chunks():
-    held = [step("zero3", toy, rank=rank)["parameters"] / size_of(toy) for rank in range(8)]
-    return [min(held), max(held)]
+    shares = [step("zero3", toy, rank=rank)["share of parameters"] for rank in range(8)]
+    return [min(shares), max(shares)]
 
 
 # What is gathered at once.
@@ -125,21 +104,20 @@ def flops_of_a_rank(name: str) -> int:
 # In which order.
 
 
-class Events(TrafficLedger):
+LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
+
+
+class Events(TorchDispatchMode):
     """The order of all-gathers (G), matrix products (C) and reductions (R)."""
 
-    LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
+    letters = ""
 
-    def __init__(self):
-        super().__init__(on_event=lambda what, *_: self.note(self.LETTERS.get(what, "")))
-        self.letters = ""
-
-    def note(self, letter: str) -> None:
-        self.letters += letter
+    def mark(self) -> None:
+        self.letters += "|"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.note(self.LETTERS.get(func._schema.name, ""))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        self.letters += LETTERS.get(kind_of(func) or func._schema.name, "")
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -149,13 +127,13 @@ def order(name: str, layers: int = 4, **options) -> list[str]:
     Of the third step: after two it knows the order of its units.
     """
     with running(name, partial(chain, layers), **options) as engine:
-        engine.optimizer.register_step_pre_hook(lambda *_: events.note("|"))
+        engine.optimizer.register_step_pre_hook(lambda *_: events.mark())
         for _ in range(3):
             with Events() as events:
                 loss = forward(engine)
-                events.note("|")
+                events.mark()
                 loss.backward()
-                events.note("|")
+                events.mark()
                 update(engine)
         del engine, loss
     return events.letters.split("|")

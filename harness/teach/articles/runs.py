@@ -69,19 +69,19 @@ def parameters_of(name: str) -> int:
     return number_of_parameters(preset(name))
 
 
-def batch_for(model: nn.Module, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_for(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets) that fit `chain` or `gpt`."""
     if isinstance(model, GPT):
-        tokens = torch.arange(batch * (model.config.seq + 1)).view(batch, -1) % model.config.vocab
+        tokens = torch.arange(2 * (model.config.seq + 1)).view(2, -1) % model.config.vocab
         return tokens[:, :-1], tokens[:, 1:]
     width = model[0].in_features
-    return torch.ones(batch, width), torch.zeros(batch, width)
+    return torch.ones(2, width), torch.zeros(2, width)
 
 
-def forward(engine, batch: int = 2) -> torch.Tensor:
+def forward(engine) -> torch.Tensor:
     """The loss of a batch that fits the engine's model, in float32."""
     model = getattr(engine.model, "module", engine.model)  # inside DDP or FSDP1
-    inputs, targets = batch_for(model, batch)
+    inputs, targets = batch_for(model)
     outputs = engine(inputs)
     if isinstance(model, GPT):
         return next_token_loss(outputs, targets)
@@ -115,7 +115,8 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
 def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=False, **options) -> dict[str, float]:
     """Numbers of one training step of an engine over `model_of()`, the third; run once however many claims ask.
 
-    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks".
+    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks";
+    its "share of parameters" in float32, and of the other parts.
     Of Ψ, the number of parameters: the bytes of all parts ("state"), at the "peak" and "over the state"; elements
     "sent" in Ψ (N-1)/N, which does not depend on N; also by each kind of collective ("sent by all-gathers"). How many
     "collectives", and of each kind ("all-gathers").
@@ -134,6 +135,7 @@ def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=Fa
         engine = None  # before the group goes
     held = sum(seen.held.values())
     found = {**seen.held, "bytes": held, "state": held / psi, "peak": seen.peak / psi, "Ψ": psi}
+    found |= {f"share of {part}": nbytes / (4 * psi) for part, nbytes in seen.held.items()}
     found |= {"of all ranks": held * ranks, "over the state": (seen.peak - held) / psi}
     found |= {"sent": 0, "collectives": len(seen.collectives)}
     for kind in (GATHER, REDUCE, ALL_REDUCE):

@@ -79,8 +79,8 @@ def one_weight_of(more: bool) -> nn.Module:
 
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
-recomputed = partial(fixtures.Checkpointed, "around each")
-several_recomputed = partial(fixtures.Checkpointed, "around several")
+recomputed = fixtures.Checkpointed
+several_recomputed = partial(fixtures.Checkpointed, 2)
 
 
 class BiasLast(fixtures.OddModel):

@@ -31,11 +31,6 @@ def _put(tree: ast.Module, where: str, function: ast.FunctionDef) -> None:
     body.append(function)
 
 
-def _imports(tree: ast.Module, but: str = "") -> list[ast.stmt]:
-    found = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return [node for node in found if getattr(node, "module", "") != but]
-
-
 def _chapter_tree(name: str) -> ast.Module:
     """The exercise's chapter, with what the exercise asks for beyond it (reference.py)."""
     exercise = EXERCISES[name]
@@ -45,14 +40,13 @@ def _chapter_tree(name: str) -> ast.Module:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for function in node.body:
                 _put(tree, f"{exercise.engine}.{function.name}", function)
-            tree.body[1:1] = _imports(beyond, but=exercise.source.removesuffix(".py"))  # behind the docstring
     return tree
 
 
 def _with_one_blank(name: str, text: str, blank: Blank) -> ast.Module:
     """The student's file, in which all blanks but this one are the chapter's. Raises LookupError for what is gone."""
     tree, chapter = ast.parse(text), _chapter_tree(name)
-    tree.body[1:1] = _imports(chapter)
+    tree.body[1:1] = [node for node in chapter.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     line = find(tree, blank.where).lineno
     for other in EXERCISES[name].blanks:
         if other is not blank:

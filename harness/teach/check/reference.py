@@ -1,13 +1,15 @@
-"""What two exercises ask for beyond their chapter: `class NAME` has the methods that exercise NAME is compared with."""
+"""What two exercises ask for beyond their chapter: `class NAME` has the methods that exercise NAME is compared with.
+
+They are put into the chapter's class, and import for themselves what the chapter does not.
+"""
 
 import torch
-
-from zero1 import all_gather
-from zero2 import reduce_scatter
 
 
 class zero1_2psi:
     def reduce_gradients(self):
+        from zero2 import reduce_scatter
+
         works = []
         for bucket in self.buckets:
             if bucket.missing:
@@ -24,6 +26,8 @@ class zero1_2psi:
 
 class zero2:
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        from zero1 import all_gather
+
         self.reduce_gradients()
         gradients = []
         for bucket in self.buckets:

@@ -9,14 +9,11 @@ import contextlib
 import io
 import itertools
 import os
-import platform
 import re
 import sys
 import textwrap
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from harness.engine import accelerator
 from harness.measure import tables
@@ -124,9 +121,8 @@ class Report:
             where = check.blank.where if check.blank else None
             point = int(verdict["status"] == "passed")
             checks.append({"title": check.title, "where": where, "point": point, **verdict})
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
         points = {"exercise": name, "file": self.shown, "points": self.passed, "of": len(self.checks)}
-        return {**points, "checks": checks, "versions": versions}
+        return {**points, "checks": checks, "versions": conform.versions()}
 
 
 def on_ranks(report: Report, file: Path, options: argparse.Namespace) -> None:
