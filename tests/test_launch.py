@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 START = str(ROOT / "harness" / "run" / "start.py")
 
 
@@ -172,18 +174,10 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
 # The door: what launch.sh starts. What it refuses is in tests/test_refusals.py.
 
 
-@pytest.mark.parametrize(
-    "command, stage, started",
-    (
-        ("compare", [], "fsdp2_compare"),
-        ("zero1", [], "zero1"),
-        ("zero3", [], "zero3"),
-        ("train", ["zero2"], "harness.run.train"),
-        ("bench", [], "harness.measure.bench"),
-    ),
-)
-def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(command, stage, started):
+@pytest.mark.parametrize("line, started", TABLES["started"].items())
+def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, started):
     """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
+    command, *stage = line.split()
     own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
