@@ -1,4 +1,4 @@
-"""What properties share: small models of awkward shapes, data that differs per rank, optimizers, groups."""
+"""What properties share: models of awkward shapes, data that differs per rank, optimizers, groups, and the `Pair`."""
 
 import contextlib
 import copy

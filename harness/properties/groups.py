@@ -1,4 +1,4 @@
-"""A group of some ranks, alone or beside others; grids of replicas, tensor parallelism and pipelines beside a stage."""
+"""Where shards are: a group of some ranks, grids of replicas, tensor parallelism and pipelines beside, the host."""
 
 import functools
 from unittest import mock

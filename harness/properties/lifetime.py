@@ -51,7 +51,6 @@ def used_up(engine, how: str) -> list[weakref.ref]:
         scaler.step(trained)
     else:
         a_step(trained)
-    scheduler.step()
     if how == "between forward and backward":
         of_output(trained, *own_tokens(0))
     if how == "after an error":
@@ -59,7 +58,7 @@ def used_up(engine, how: str) -> list[weakref.ref]:
             trained("no tokens")
     if how == "closed":
         trained.close()
-    things = [trained, model, model.head, *model.parameters()]
+    things = [trained, scheduler, model, model.head, *model.parameters()]
     if how != "closed" and not engine.foreign:
         things.append(trained.optimizer)
         for bucket in trained.all_buckets:
@@ -85,6 +84,7 @@ def an_engine_that_goes_leaves_nothing_alive(engine, how):
     while (alive := [reference() for reference in gone if reference() is not None]) and time.monotonic() < deadline:
         del alive
         time.sleep(0.05)
+        gc.collect()  # what it had may be in a cycle
     same("what is alive", sorted({type(thing).__name__ for thing in alive}), [])
 
 

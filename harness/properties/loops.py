@@ -1,4 +1,4 @@
-"""What a training loop does around a step: clipping, accumulation, backwards of all kinds, recomputation."""
+"""What a loop does around a step: clipping, accumulation, backwards of all kinds, recomputation, unused parameters."""
 
 import contextlib
 import itertools

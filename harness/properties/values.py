@@ -1,4 +1,4 @@
-"""A training step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch."""
+"""A step computes what plain PyTorch, DDP and FSDP2 compute on the whole batch, and an engine what its chapter does."""
 
 import contextlib
 import itertools
