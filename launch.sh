@@ -131,6 +131,8 @@ fi
 # Paths on the command line begin where the user stands, so nobody changes the folder. The project is found wherever
 # that is, and nothing that lies there is imported in its place (PYTHONSAFEPATH).
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+# What is started here ends with whoever has started this, or with this shell (harness/run/starter.py).
+export ZERO_STARTER=${ZERO_STARTER:-$$}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 start=$here/harness/run/start.py
 if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
@@ -145,7 +147,7 @@ if [ "$command" = test ]; then
     fi
     echo "+ $(basename "$python") -m pytest $*"
     trap 'stopped=130' INT # pytest itself has 2 for it, as for other things
-    ZERO_STARTER=$$ "$python" -m pytest "$@" && status=0 || status=$? # it ends with this shell (harness/run/starter.py)
+    "$python" -m pytest "$@" && status=0 || status=$?
     exit "${stopped:-$status}"
 fi
 if [ "$command" = notebooks ]; then
@@ -153,7 +155,7 @@ if [ "$command" = notebooks ]; then
         fail "this Python has no Jupyter: $python -m pip install jupyter"
 fi
 if [ -n "$html" ]; then
-    ZERO_STARTER=$$ "$python" "$start" "$module" "${own[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
+    "$python" "$start" "$module" "${own[@]}" || fail "a cell has failed, see above; what is in $html is not complete"
     # A notebook leads to the next one, and to files of the project: the pages do so too.
     sed -i.bak -E -e 's|href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"|href="\1.html"|g' \
         -e "s|href=\"\.\./|href=\"file://${here// /%20}/|g" "$html"/*.html
@@ -163,6 +165,7 @@ if [ -n "$html" ]; then
 fi
 if [ "$command" = notebooks ]; then
     [ "$(id -u)" != 0 ] || own+=(--allow-root) # as in most containers; Jupyter asks for it
+    unset ZERO_STARTER # what a kernel starts ends with that kernel
     exec "$python" -m "$module" "${own[@]}" "$@"
 fi
 if [ -z "$ranked" ]; then # one process is enough
@@ -176,7 +179,7 @@ done
 # the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
 asked=(harness.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
-plan=$(ZERO_STARTER=$$ ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
+plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
 why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "the check of the options has ended without a number of ranks; it said '$plan'"

@@ -75,6 +75,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
+    if not config.option.thorough:
+        given = config.option.markexpr  # of -m
+        config.option.markexpr = f"({given}) and not thorough" if given else "not thorough"
 
 
 # They share the runs of 7b; and test_train's runs go on meanwhile.
@@ -92,10 +95,6 @@ LONGEST = ["2 ranks", "dry runs", "test_museum", "test_notebooks", "test_exercis
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""
-    if not config.getoption("--thorough"):
-        marked = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     place = {}
     for item in items:
         fixtures, group = getattr(item, "fixturenames", ()), item.get_closest_marker("xdist_group")
