@@ -37,25 +37,24 @@ from harness.run.shared_folder import shared_folder
 # Faults, and freed weights.
 
 
-def tripped_in_backward(gradient):
-    raise ZeroDivisionError("tripped in backward")
-
-
 def trip(pair: Pair, where: str) -> None:
     """A forward and a backward of the engine, with an error in one of them or between."""
 
+    def raises(*_):
+        raise ZeroDivisionError(f"tripped in {where}")
+
     def hook(module, args):
         if where == "forward":
-            raise ZeroDivisionError("tripped in forward")
+            raises()
         if where == "backward":
-            args[0].register_hook(tripped_in_backward)
+            args[0].register_hook(raises)
 
     handle = pair.model.blocks[1].register_forward_pre_hook(hook)
     try:
         with pair.trained.no_sync() if where == "no_sync" else contextlib.nullcontext():
             loss = pair.alone(0)
             if where in ("loss", "no_sync"):
-                raise ZeroDivisionError(f"tripped in {where}")
+                raises()
         loss.backward()
     finally:
         handle.remove()
@@ -83,8 +82,7 @@ def faults_reach_the_caller_and_training_goes_on(engine, build=None, **options):
         if where == "backward":  # before that nothing was accumulated: the next step works as it is
             # In ZeRO-1, and where each parameter has a bucket, gradients add up whatever came before, as in torch.
             if engine.like in ("zero2", "zero3") and "bucket_mb" not in options:
-                words = "backward", "engine.zero_grad()"
-                with refused(*words, error=RuntimeError):
+                with refused("backward", "engine.zero_grad()", error=RuntimeError):
                     pair.alone(0).backward()
             with TrafficLedger() as traffic:
                 pair.trained.zero_grad()

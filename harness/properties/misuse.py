@@ -220,9 +220,9 @@ MOVES_OF_FORWARD = {
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
     """A forward that gives its weights other memory: the first step trains right or is refused, later ones are."""
     pair, shards = Pair(engine, lambda: Acting(MOVES_OF_FORWARD[how]), **options), []
-    words = "'blocks.1.up.weight'", "moved out of the engine's buffer"
     for step in range(3):
-        with refused(*words, error=RuntimeError) if step else contextlib.suppress(RuntimeError):
+        again = refused("'blocks.1.up.weight'", "moved out of the engine's buffer", error=RuntimeError)
+        with again if step else contextlib.suppress(RuntimeError):
             pair.step_alone()
         pair.trained.zero_grad()
         with contextlib.suppress(RuntimeError):  # it may say once that weights were moved
@@ -605,10 +605,9 @@ def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
 class Wrapped(nn.Module):
     """As LoRA's: the layer as it was, and another one beside it."""
 
-    def __init__(self, inner: nn.Module, more: bool):
+    def __init__(self, inner: nn.Module, more: nn.Module | None = None):
         super().__init__()
-        self.inner = inner
-        self.more = nn.Linear(5, 3).double() if more else None
+        self.inner, self.more = inner, more
 
     def forward(self, x):
         return self.inner(x) + (self.more(x) if self.more else 0)
@@ -623,7 +622,7 @@ def another_head_inside(model, _):
 
 
 def a_lora(model, _):
-    model.head = Wrapped(model.head, more=True)
+    model.head = Wrapped(model.head, nn.Linear(5, 3).double())
 
 
 def blocks_of_another_model(model, _):
@@ -658,7 +657,7 @@ def a_wrapper_around_a_child_is_no_swap(engine):
     pair.train(1)
     for model, _ in pair.both:
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-        model.head = Wrapped(model.head, more=False)
+        model.head = Wrapped(model.head)
     pair.train(2)
     expected = pair.plain.state_dict()  # under other names
     found = dict(zip(expected, pair.trained.full_state_dict().values(), strict=True))

@@ -296,12 +296,14 @@ def examine(name: str, engine: str | Subject, case: dict | None = None) -> list[
 
 def finding_of(error: AssertionError) -> Finding:
     """What an assertion says; of a plain `assert`, the line that is not true."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank()
     if isinstance(error, Differs):
         return Finding(error.what, error.expected, error.found, rank)
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
     frame, said = ours[-1], str(error) or "it does not hold"
-    return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
+    return Finding(
+        f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, dist.get_rank()
+    )
 
 
 # Chapters as subjects: with whole weights to compare, which a chapter does not give by itself.

@@ -38,8 +38,6 @@ BLOCK = re.compile(
 
 REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
-REFEREE_DEEPSPEED = "referee-deepspeed-cpu.json"
-REFEREE_BF16 = "referee-cpu-2ranks-bf16.json"
 MEMORY = "memory-7b-8ranks.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
@@ -80,8 +78,11 @@ BYTES = "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
 SHOWN = {
     "readme": (REFEREE, ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")),
     "all": (REFEREE, ("first loss", "last loss", "difference from DDP", "step ms", "x ddp", "tokens/s"), BYTES),
-    "bf16": (REFEREE_BF16, ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step")),
-    "deepspeed": (REFEREE_DEEPSPEED, ("difference from DDP", *BYTES, "step ms")),
+    "bf16": (
+        "referee-cpu-2ranks-bf16.json",
+        ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step"),
+    ),
+    "deepspeed": ("referee-deepspeed-cpu.json", ("difference from DDP", *BYTES, "step ms")),
 }
 
 

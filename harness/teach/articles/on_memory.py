@@ -40,7 +40,8 @@ def state(run: dict) -> int:
 
 
 def of_a_dry_run(engine: str, what: str, options: str = "") -> float:
-    """In GB: a part of what is held, or one "at the peak"; "state", all that is held; "peak"; and what is "needed".
+    """In GB: a part of what is held, or one "at the peak"; "state", all that is held; "peak"; and what is "needed",
+    also "beside the state": if that were cut into ever more shards.
 
     Needed by the rule of the dry run's table: 5% for gaps, 2 GB for CUDA and NCCL. Beside them bytes for each of Ψ.
     """
@@ -49,6 +50,7 @@ def of_a_dry_run(engine: str, what: str, options: str = "") -> float:
     for part in PARTS:
         sizes[f"{part} at the peak"] = run["peak_parts"].get(part, 0)
     sizes |= {"state": state(run), "peak": run["peak_bytes"], "needed": needed_bytes(run["peak_bytes"])}
+    sizes["needed beside the state"] = sizes["needed"] - 1.05 * sizes["state"]
     return sizes[what] / 1e9
 
 
@@ -87,13 +89,6 @@ def before_the_first_batch():
 def more_on_64_ranks():
     few, many = (state(dry("ddp", preset="toy", ranks=ranks)) for ranks in (2, 64))
     return [many - few]
-
-
-def beside_the_state():
-    """What is needed of 8 sequences, and of 32 recomputed ones, if the state were cut into ever more shards."""
-    mine = 1.05 * of_a_dry_run("zero3", "state", " ".join(CHECKPOINTED))
-    large = "--dtype bf16 --batch 8", "--dtype bf16 --batch 32 --checkpoint-activations"
-    return [of_a_dry_run("zero3", "needed", options) - mine for options in large]
 
 
 # How the state shrinks with N.
