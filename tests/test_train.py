@@ -205,6 +205,10 @@ def test_a_folder_in_use_or_of_others_is_refused(tmp_path, monkeypatch):
         train_options.arguments(line)
     held.release()
     assert train_options.arguments(line).steps == 200
+    monkeypatch.setattr(train_options.checkpoint, "complete", lambda folder: [folder / "000001"])
+    journal.Journal(tmp_path / "one", 0).write(event="start", step=0, preset="tiny")
+    with pytest.raises(ValueError, match="another model than 'toy': take --preset tiny"):
+        train_options.arguments(line)
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "notes.md").touch()
     with pytest.raises(ValueError, match=r"holds other things \(notes.md\) and no run"):
