@@ -219,14 +219,14 @@ class Referee:
         """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank), `tokens_per_s` and what
         follows from it; and the third: `step_time`, what a step's time is spent on (harness/measure/step_time.py).
         """
-        rounds, names = self.options.timed_steps, [*runs]
-        self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(names)}, interleaved"))
-        engines = {name: self.build(name) for name in names if self.mine(name)}
-        steps = dict.fromkeys(names)
+        rounds = self.options.timed_steps
+        self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(runs)}, interleaved"))
+        engines = {name: self.build(name) for name in runs if self.mine(name)}
+        steps = dict.fromkeys(runs)
         for name in engines:
             steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
         times = take_turns(steps, rounds, self.me, self.meet)
-        for name in told(names, "what a step is spent on", self.me.rank == 0):
+        for name in told(runs, "what a step is spent on", self.me.rank == 0):
             seconds = statistics.median(times[name])
             tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
             runs[name] |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
@@ -241,17 +241,17 @@ class Referee:
 
     def watch(self, name: str, engine, train) -> dict:
         """Third pass, one engine: some steps on a timeline, one after the other as in training. A collective."""
-        steps = max(1, min(WATCHED_STEPS, self.options.timed_steps))
+        steps = min(WATCHED_STEPS, self.options.timed_steps)
         meet = partial(self.meet, name)
         found = step_time.summary(step_time.watch(train, steps, engine, self.me.device, self.offset[0], meet))
-        unsure = process_group.largest([self.offset[1]], self.me)[0]
-        return {"clocks_unsure_by_ms": round(unsure * 1e3, 4), **found}
+        [unsure] = process_group.largest([1e3 * self.offset[1]], self.me)
+        return {"clocks_unsure_by_ms": round(unsure, 4), **found}
 
 
-def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str = "float32") -> str:
+def verdict(runs: dict[str, dict], reference: str, world_size: int, dtype: str) -> str:
     """One plain sentence or two on whether the losses match, and why they may differ where they do."""
     exact = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
-    loose = [name for name, run in runs.items() if run["difference"] != 0 and run["match"]]
+    loose = [name for name, run in runs.items() if run["difference"] and run["match"]]
     lines = []
     for name, run in runs.items():
         if not run["match"]:
@@ -299,14 +299,12 @@ def headline(about: dict, options: argparse.Namespace, me: Rank) -> str:
     )
 
 
-def first_pass(referee: Referee, me: Rank) -> dict[str, dict]:
+def first_pass(referee: Referee) -> dict[str, dict]:
     """{engine: its run} of every engine, one after the other."""
-    runs = {}
+    runs, me = {}, referee.me
     torch.use_deterministic_algorithms(me.device.type != "cpu")  # CUDA adds atomically in some backwards, in any order
     for name in told(referee.options.engines, "losses, memory and traffic", me.rank == 0):
-        started = time.perf_counter()
         runs[name] = referee.train(name)
-        me.print(f"losses, memory and traffic of {name}: {time.perf_counter() - started:.1f} s")
     torch.use_deterministic_algorithms(False)
     return runs
 
@@ -319,7 +317,7 @@ def main() -> None:
     me = process_group.start(options.backend, options.device, options)
     referee, about = Referee(options, text, me), conditions(options, me)
     me.print(tables.wrapped(headline(about, options, me)))
-    runs = first_pass(referee, me)
+    runs = first_pass(referee)
     reference, match = referee.compare(runs)
     result = about | {"runs": runs, "match": match}
     file = common.file_of_results(options.json, "compare") if me.rank == 0 else None
@@ -327,11 +325,11 @@ def main() -> None:
     if options.timed_steps:
         referee.time(runs)
     said = step_report.results(result, reference)
-    said += "\n" + verdict(runs, reference, me.world_size, "float32" if referee.dtype is None else "bfloat16")
+    said += "\n" + verdict(runs, reference, me.world_size, options.dtype)
     me.print("\n" + tables.wrapped(said))
     process_group.stop()
     common.write_json(file, result)
-    if not result["match"]:
+    if not match:
         sys.exit(SAID)
 
 
