@@ -7,6 +7,7 @@ from extra.planner import scale, sweep, validate, words
 from extra.planner.hardware import Cluster
 from extra.planner.plan_options import arguments, cluster_of, different, setup_of
 from extra.planner.predict import Prediction, predict
+from harness.measure import tables
 from harness.run import process_group
 from harness.run.command_line import one_line
 from harness.run.options import command, write_json
@@ -27,7 +28,7 @@ def plan(options) -> dict:
     print("Recording what twice the bandwidth and half the ranks would change", flush=True)
     print(f"\nPredicted for {found[0].parameters / 1e9:.2f}e9 parameters:\n{words.table(found)}")
     lines = [words.recommendation(found, cluster), *_otherwise(options, cluster, words.choose(found))]
-    print("\n" + "\n".join(lines) + "\n\n" + words.assumptions(cluster))
+    print("\n" + tables.wrapped("\n".join(lines) + "\n\n" + words.assumptions(cluster)))
     return {"predicted": True, "recommendation": lines, "assumptions": asdict(cluster),
             "shape": asdict(config), "engines": [one.numbers() for one in found]}  # fmt: skip
 

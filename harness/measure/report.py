@@ -90,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small models: minutes")
     options = parser.parse_args(argv)
     folder = Path(options.folder).resolve()
-    folder.mkdir(parents=True)
+    if folder.is_dir() and any(folder.iterdir()):
+        parser.error(f"{str(folder)!r} holds other things: take a new or an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     sections, broken = [], []
     chosen = commands(str(folder), accelerator.count(), options.quick)

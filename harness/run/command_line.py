@@ -45,6 +45,8 @@ def one_line(*mistakes: type[Exception]):
 def say_error(error: BaseException, hint: str = "") -> None:
     """One line on stderr. Of a rank it begins with its number."""
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    if isinstance(error, OSError) and error.filename:
+        error = f"{str(error.filename)!r} cannot be used: {error.strerror}. Name another one"
     print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
 
 
@@ -90,4 +92,4 @@ class Parser(argparse.ArgumentParser):
         return f"no option {name}{did_you_mean(name, self._option_string_actions)}"
 
     def error(self, message: str):
-        self.exit(2, f"error: {message} (--help lists what there is)\n")
+        self.exit(2, f"error: {message.removesuffix('.')} (--help lists what there is)\n")

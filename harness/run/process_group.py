@@ -100,7 +100,11 @@ def preflight(ranks: str, backend: str, device: str, options) -> None:
 
 def machines() -> int:
     """How many there may be: the larger number of NNODES=1:2."""
-    return int((os.environ.get("NNODES") or "1").rpartition(":")[2])
+    given = os.environ.get("NNODES") or "1"
+    most = given.rpartition(":")[2]
+    if not most.isdecimal():
+        raise ValueError(f"NNODES must be a number of machines, as 2 or 1:2, got {given!r}")
+    return int(most)
 
 
 def ranks_here(ranks: str, backend: str, device: str) -> int:

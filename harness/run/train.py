@@ -169,15 +169,18 @@ class Training:
         about = {"stage": self.options.stage, "preset": self.options.preset, "ranks": self.me.world_size}
         self.log(event="start", step=first, **about, processes=processes)
         try:
-            why = self.steps(asked, before)
+            why, onwards = self.steps(asked, before)
             self.finish_save()
         finally:
             faulthandler.cancel_dump_traceback_later()
         self.log(event="left", step=self.step, why=why)
-        self.me.print(f"{why}, after step {self.step} of {self.options.steps}. The same line goes on from here")
+        self.me.print(f"{why}, after step {self.step} of {self.options.steps}. {onwards}")
 
-    def steps(self, asked, before) -> str:
-        """Step by step, until one is the last. Returns why it is. `before` is the last step of an earlier start."""
+    def steps(self, asked, before) -> tuple[str, str]:
+        """Step by step, until one is the last. `before` is the last step of an earlier start.
+
+        Returns why it is the last, and how to go on.
+        """
         while self.step < self.options.steps:
             began, line = time.perf_counter(), {"lr": learning_rate(self.step, self.options)}
             loss, norm = self.train()
@@ -200,8 +203,8 @@ class Training:
             if last or self.step % self.options.save_every == 0:
                 self.save()
             if leave:
-                return "left because it was asked to"
-        return "done"
+                return "left because it was asked to", "The same line goes on from here"
+        return "done", "A larger --steps goes on from here"
 
     def log_restart(self, last: dict) -> None:
         """The step before this one was `last`'s, of another start: how long is that ago, and what was made again?"""

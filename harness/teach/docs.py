@@ -12,6 +12,7 @@ to results/figures/; `./launch.sh docs --figure losses --from FILE --out FOLDER`
 """
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -307,6 +308,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     parser.beside("--check")
     parser.needs("--from", "--figure")
+    for file in options.source or ():
+        os.stat(file)  # an error that names it, if there is none
     if options.figure is None:
         stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
         if options.check:

@@ -13,6 +13,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.measure import tables
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
 
@@ -254,7 +255,7 @@ def main(argv=None) -> None:
         )
     FOLDER.mkdir(exist_ok=True)
     file.write_text(text)
-    print(told(options.name, text))
+    print(tables.wrapped(told(options.name, text)))
 
 
 if __name__ == "__main__":

@@ -249,6 +249,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not options.folder and not options.file.is_file():
         how = "" if "--file" in parser.given else f": ./launch.sh exercise {name} writes it"
         raise ValueError(f"there is no {_shown(options.file)}{how}")
+    if options.file.suffix != ".py":
+        raise ValueError(f"--file must be a Python file, FILE.py, got {_shown(options.file)}")
     process_group.check_writable("--json", options.json)
     _, options.runs_on, options.why = process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
     return options

@@ -148,7 +148,7 @@ def report(right: list[dict], wrong: list[dict]) -> str:
         lines += ["", *tables.text([("rank 0, last step", "right", "this"), *counted], rule=False)]
     for rank in numbers:
         if wrong[rank]["error"]:
-            lines += ["", f"rank {rank} {wrong[rank]['error']}"]
+            lines += ["", tables.wrapped(f"rank {rank} {wrong[rank]['error']}")]
     return "\n".join(lines)
 
 
@@ -163,7 +163,7 @@ def catalogue() -> str:
         "./launch.sh bug 3 runs one (bug 3 4: on four ranks). Then --clue says what to think of, --hint where to look, "
         "--answer all."
     )
-    return "\n".join([__doc__.splitlines()[0], "", *chapters, "", beside, "", *engines, "", more])
+    return tables.wrapped("\n".join([__doc__.splitlines()[0], "", *chapters, "", beside, "", *engines, "", more]))
 
 
 # {option: its help}: what is told, and nothing run.
