@@ -156,6 +156,13 @@ class UnitLife(Engine, zero3.ZeRO3):
                 "ZeRO-3 does not run inside torch.func's transforms (vmap, jvp, grad, jacrev): they do not tell which "
                 "weights are saved. ZeRO1Engine and ZeRO2Engine run there"
             )
+        compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # where nobody has imported it, it is off
+        if getattr(compiler, "compiled_autograd_enabled", False):
+            raise RuntimeError(
+                "ZeRO-3 does not run under compiled autograd, which traces backward and finds freed weights there. "
+                "Turn it off (torch._dynamo.config.compiled_autograd = False): torch.compile of the model and of the "
+                "step works"
+            )
         if self.in_forward and not is_running(self.running):
             self.forget_forward()  # it was interrupted, and `engine.model` was called without its engine
         if self.backward_number is not None:

@@ -23,7 +23,7 @@ from harness.properties.fixtures import (
     vectors,
 )
 from harness.properties.paths import Answer, body, by, leaves, own_weights
-from harness.properties.property import HERE, ask, ask_each, ask_thorough, expect, holds, same
+from harness.properties.property import HERE, NotApplicable, ask, ask_each, ask_thorough, expect, holds, same
 
 
 def said_by_the_engine(error: Exception) -> bool:
@@ -144,6 +144,16 @@ def whole_step(trained):
     return torch.compile(lambda *batch: trained.training_step(*batch, nn.functional.mse_loss), backend="eager")
 
 
+def under_compiled_autograd(pair: Pair) -> None:
+    if pair.engine.foreign:
+        raise NotApplicable("torch's own engines have a way of their own through compiled autograd")
+
+    from torch._dynamo import compiled_autograd  # seconds, and only here
+
+    with compiled_autograd._enable(lambda graph: graph):
+        pair.alike()
+
+
 def engines_step(trained):
     step = torch.compile(trained.step, backend="eager")
 
@@ -165,6 +175,7 @@ USES = {  # (model, loss, batches, what is done)
     "own weights in a dataclass": (body(by(by_views), in_a_dataclass), of_output, leaves, trains),
     "jvp": (Lanes, *LANES, partial(transformed, along)),
     "func.grad": (Lanes, *LANES, partial(transformed, gradient_of_inputs)),
+    "compiled autograd": (Lanes, *LANES, under_compiled_autograd),
     "a compiled training step": (Lanes, *LANES, partial(compiled_step, whole_step)),
     "a compiled engine.step": (Lanes, *LANES, partial(compiled_step, engines_step)),
 }
