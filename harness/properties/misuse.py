@@ -171,7 +171,7 @@ CHANGES = {
     "setattr": (lambda model: setattr(model.head, "weight", nn.Parameter(zeros())), ("'",)),
     "delattr": (lambda model: delattr(model.head, "bias"), ("'head.bias'",)),
     "None": (lambda model: setattr(model.head, "bias", None), ("'head.bias'",)),
-    "weight_norm": (lambda model: nn.utils.parametrizations.weight_norm(model.head), ("Parameter",)),
+    "weight_norm": (lambda model: nn.utils.parametrizations.weight_norm(model.head), ("arameter",)),
     "assign": (lambda model: model.load_state_dict(seeded(Pictures).state_dict(), assign=True), ("'",)),
 }
 
@@ -187,7 +187,7 @@ def a_model_that_changes_after_the_build_is_refused(engine, change):
     pair = Pair(engine, Pictures)
     pair.alike()
     act, words = (MOVES | CHANGES)[change]
-    own = () if change == "weight_norm" else ("engine",)  # torch's words are of a parameter of this class
+    own = () if change == "weight_norm" else ("engine",)  # torch's words are of a Parameter, ours of a parameter
     with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
         act(pair.model)
         pair.step_alone()
