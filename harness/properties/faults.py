@@ -269,7 +269,7 @@ CALLS = (
 )
 
 
-@stages_hold("misuse", ask("zero3"))  # seconds each, and one mechanism for all
+@stages_hold("misuse", ask())
 def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
     rank, size = engine.rank, engine.size
