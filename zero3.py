@@ -22,7 +22,7 @@ Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step
 Late in backward these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and the
 gradients of the unit at work and of the one in flight (2U), whole. Root, the unit at work and the one prefetched have
 no gradient shard yet, so (R + 2U)/N is subtracted. The root's first gradients (H: last norm, head) stay whole until the
-embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R is large. The root is gathered once per
+embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, more if R - H > 3U - 2U/N. The root is gathered once per
 step, so a little less than 3Ψ is sent.
 
 Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward

@@ -61,18 +61,22 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     ],
     ids=str,
 )
-def test_the_peak_is_what_its_formula_says(stage, own, ranks):
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as ledger:
-        model = dry_run.make_model(GPTConfig(4, 256, 4, seq=64), torch.device("cpu"))
+        model = dry_run.make_model(GPTConfig(4, 256, 4, seq=64, tied=tied), torch.device("cpu"))
         letters = memory_formulas.letters(model, ranks, **own)
         engine = CHAPTERS[stage](model, adamw, **own)
         engine.training_step(tokens, tokens, next_token_loss)
         with watched_step(engine, ledger) as seen:
             engine.training_step(tokens, tokens, next_token_loss)
     state = ledger.peak_moment(of=lambda moment: moment.state).state
-    assert state == pytest.approx(memory_formulas.value(memory_formulas.PEAKS["once"][stage], letters), rel=0.01)
+    formula = memory_formulas.value(memory_formulas.PEAKS["once"][stage], letters)
+    if stage == "zero3" and not tied:
+        formula += model.head.weight.nbytes  # H of zero3.py's head: the root's first gradient waits for its last
+    assert state == pytest.approx(formula, rel=0.01)
     # With two tokens there is hardly anything else, so this is the peak itself.
     assert seen.peak == pytest.approx(state, rel=0.03)
 

@@ -17,7 +17,7 @@ def load_text(path: str | None, seq: int) -> torch.Tensor:
 
     By default the top-level modules of the standard library, in alphabetical order, so that it is
     the same on every rank (of one Python version). Raises ValueError naming a file that is too
-    short to cut a batch from.
+    short to cut a batch from, and OSError for one that cannot be read.
     """
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
