@@ -58,14 +58,14 @@ def judged(true: list[bool]):
     "changed, verdict",
     [
         ({"says": [8]}, "does not hold"),  # of 8, 5.4 and 2 all would have to be
-        ({"says": [8], "when": "N > 1"}, "holds when N > 1"),  # the first is, the last is not
+        ({"says": [8], "when": "N > 1"}, "holds when N > 1"),  # the first is, the others are not
         ({"says": [8], "at": [0]}, "holds"),
         ({"says": [8, 5.43219, "a word"]}, "does not hold"),  # each has its own
         ({"says": [8, 5.43219], "at": [0, 1], "when": "N > 1"}, "holds when N > 1"),
         ({"says": [5], "off": 0.6}, "holds"),
         ({"between": [[3, inf]], "when": "N > 1"}, "holds when N > 1"),
         ({"less": [[2, 1], [1, 0]]}, "holds"),
-        ({"less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # the last is where it is not
+        ({"less": [[2, 1], [0, 1]], "when": "N > 1"}, "holds when N > 1"),  # all others are where it is not
         ({"alike": [[0, 1], [1, 2]], "off": 3}, "holds"),
         ({"alike": [[0, 1, 2]]}, "does not hold"),
         ({"run": judged, "given": {"true": [True]}}, "holds"),

@@ -83,6 +83,11 @@ class Exercise:
     backwards: int = 1
     ranks: int = 2
 
+    @property
+    def takes(self) -> str:
+        """How long `check` takes, in words."""
+        return "about a minute" if self.source else "some minutes"
+
 
 def _exercises() -> dict[str, Exercise]:
     """exercises.toml and tasks.toml, in which it does not matter where a text is broken into lines."""
@@ -234,8 +239,7 @@ def told(name: str, text: str) -> str:
     if exercise.blanks:
         said.append("Write them in this order, the order of work and not of lines.")
     hint = " (a hint beside it: --hint)" if exercise.blanks else ""
-    time = "about a minute" if exercise.source else "some minutes"
-    said.append(f"Ask at any time, which takes {time}: ./launch.sh check {name}{hint}")
+    said.append(f"Ask at any time, which takes {exercise.takes}: ./launch.sh check {name}{hint}")
     return "\n".join(said)
 
 

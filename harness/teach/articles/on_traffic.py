@@ -50,7 +50,7 @@ def ring_all_reduce():
     return [sent / 8, buffers == [expected] * 8]
 
 
-# Accumulation, buckets and units.
+# Units and shards.
 
 
 def wrapped(units) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list
         if line := verdict.get("line"):
             lines.append(f"  in line {line} of {shown}: {source[line - 1].strip()}")
     lines += [f"  {other}" for other in verdict.get("others", ())]
-    if " waits in " in " ".join(lines) or " it was in: " in " ".join(lines):
+    if " waits in " in " ".join(lines):
         said = "Collectives match by their order alone: every rank must issue the same ones, in the same order."
         lines.append(f"  {said}")
     lines += [] if loading else [f"  read      {check.read}"]
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
         options = arguments(argv)
         where = "CPU" if options.runs_on == "cpu" else "GPU"
         what = options.folder or _shown(options.file)
-        print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes about a minute")
+        print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes {EXERCISES[options.name].takes}")
         if options.folder:
             common.write_json(options.json, table_of(options))
             sys.exit(0)

@@ -39,7 +39,7 @@ class Uneven(nn.Module):
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
     """Yields (bytes, buffers) of the parameters that have memory, whenever a layer begins to compute, also backward."""
-    found, hooks = [], []
+    found, hooks = [(0, 0)], []
 
     def look(*_) -> None:
         places = {storage._cdata for storage in map(storage_under, model.parameters()) if storage.nbytes()}
@@ -63,16 +63,16 @@ def sent(issued: list[Issued]) -> float:
 
 
 def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[dict, dict[str, float]]:
-    """(whole weights after two steps, numbers of the second step), on this rank."""
+    """(whole weights after two steps, numbers of the second step; what is gathered, of both), on this rank."""
     rank, numbers = dist.get_rank(), {}
     model = fixtures.seeded(Uneven, 100 * seed + rank, torch.float64)
     engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
-    for step in range(2):
-        batches = []
-        for number in range(task.backwards):
-            batches.append(fixtures.vector_batch(10 * step + number + 100 * seed, rank, WIDTH, torch.float64))
-        recorder.forget()
-        with gathered(model) as found:
+    with gathered(model) as found:
+        for step in range(2):
+            batches = []
+            for number in range(task.backwards):
+                batches.append(fixtures.vector_batch(10 * step + number + 100 * seed, rank, WIDTH, torch.float64))
+            recorder.forget()
             if hasattr(engine, "accumulate"):
                 engine.accumulate(batches, F.mse_loss)
                 continue

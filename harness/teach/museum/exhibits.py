@@ -92,8 +92,8 @@ class Exhibit:
         text = inspect.getsource(self.chapter)
         for change in self.changes:
             before, after = change.of(self.chapter)
-            if before not in text:
-                raise LookupError(f"{change.where} has two changes, and can have one")
+            if text.count(before) != 1:
+                raise LookupError(f"{change.where} is there twice, or has two changes, and can have one")
             text = text.replace(before, after)
         return text
 
