@@ -142,9 +142,16 @@ def looking_at_freed_weights_is_an_error_and_no_crash(engine):
 # Ranks that part: one runs other units, does not come, or has fewer batches.
 
 
-def short_group():
-    """All ranks, with a timeout of a second, so that what goes wrong there leaves other properties alone."""
-    return dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
+@contextlib.contextmanager
+def a_short_group():
+    """All ranks, with a timeout of a second, so that what goes wrong there leaves other properties alone.
+
+    In the end each waits for the others, which may still be on their way to their error.
+    """
+    try:
+        yield dist.new_group(timeout=datetime.timedelta(seconds=1), backend="gloo")
+    finally:
+        dist.barrier()
 
 
 @stages_hold(
@@ -162,11 +169,11 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
     """
     rank, last = engine.rank, engine.size - 1
     model = seeded(lambda: Lanes((5, 6, 7, 8) if last == 2 else [8] * 4), dtype=torch.float32)
-    trained = engine(model, DECAY, group=short_group(), find_unused=True, prefetch=prefetch)
     x, y = vector_batch(0, rank, 8)
     # A rank between the first and the last may meet it a unit later.
     unit = f" 'blocks.{skip}'" if rank in (0, last) else ""
-    try:
+    with a_short_group() as group:
+        trained = engine(model, DECAY, group=group, find_unused=True, prefetch=prefetch)
         with refused(f"all-gather of unit{unit}", error=RuntimeError), torch.set_grad_enabled(not evaluation):
             for step in range(at_step + 1 + evaluation):
                 model.skip = skip if rank == last and step >= at_step else None
@@ -174,33 +181,21 @@ def a_unit_that_only_some_ranks_run_is_named(engine, at_step=2, skip=1, prefetch
                     trained(x)
                 else:
                     trained.training_step(x, y, F.mse_loss)
-    finally:
-        dist.barrier()  # the others may still be on their way to their error
 
 
 @stages_hold("misuse", only("zero3", 3))
 def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
     """The last rank alone has an error in forward, catches it and begins anew: no rank computes with mixed weights."""
-    rank, last = engine.rank, engine.size - 1
-    model = seeded(lambda: Lanes([8] * 4), dtype=torch.float32)
-    trained = engine(model, DECAY, group=short_group())
-    x, y = vector_batch(0, rank, 8)
-
-    def trips(module, args):
-        raise ZeroDivisionError("tripped")
-
-    trained.training_step(x, y, F.mse_loss)
-    try:
-        if rank == last:
-            hook = model.blocks[2].register_forward_pre_hook(trips)
-            with refused("tripped", error=ZeroDivisionError):
-                trained(x)
-            hook.remove()
-            trained.zero_grad()
-        with refused("next forward" if rank == last else "waited in vain", error=RuntimeError):
-            trained.training_step(x, y, F.mse_loss)
-    finally:
-        dist.barrier()
+    trips = engine.rank == engine.size - 1
+    with a_short_group() as group:
+        pair = Pair(engine, OddModel, DECAY, group=group)
+        pair.step_alone()
+        if trips:
+            with refused("tripped in forward", error=ZeroDivisionError):
+                trip(pair, "forward")
+            pair.trained.zero_grad()
+        with refused("next forward" if trips else "waited in vain", error=RuntimeError):
+            pair.step_alone()
 
 
 @stages_hold("traffic", only("zero3"))
@@ -228,21 +223,19 @@ def only_the_first_step_of_a_kind_is_compared(engine):
 def a_rank_that_does_not_come_is_an_error_that_names_the_collective(engine):
     """One rank stays away from a step: the others say, within the timeout, which collective they waited in."""
     rank, late = engine.rank, engine.size - 1
-    trained = odd(engine, group=short_group())
-    a_step(trained)
     first = {  # of a step
         "zero1": "all-reduce of the bucket of",
         "zero2": "reduce-scatter of the bucket of",
         "zero3": "all-gather of unit",
     }[engine.like]
-    started = time.monotonic()
-    try:
+    with a_short_group() as group:
+        trained = odd(engine, group=group)
+        a_step(trained)
+        started = time.monotonic()
         if rank != late:
             with refused(f"waited in vain for the {first} '", error=RuntimeError):
                 a_step(trained, 1)
         assert time.monotonic() - started < 40, "the timeout is one second"
-    finally:
-        dist.barrier()
 
 
 class Heard(io.StringIO):
@@ -274,23 +267,20 @@ def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
     rank, size = engine.rank, engine.size
     late, trained, store = size - 1, odd(engine), dist.distributed_c10d._get_default_store()
-    with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.4):
+    with shared_folder() as folder, patch.object(waiting, "NOTICE", 0.25):
         checkpoint.save(trained, folder)
         for words, call in CALLS:
             keys = [f"{words} {engine.name} {size} {other}" for other in range(size)]
             dist.barrier()
-            if rank == late:
-                store.wait(keys[:late])  # the others have spoken
+            with contextlib.redirect_stderr(Heard()) as heard:
+                heard.key = keys[rank]
+                if rank == late:
+                    store.wait(keys[:late])  # the others have spoken
                 call(trained, folder)
-                same("what is said by who comes last", [key for key in keys[late:] if store.check([key])], [])
-            else:
-                with contextlib.redirect_stderr(Heard()) as heard:
-                    heard.key = keys[rank]
-                    call(trained, folder)
-                said = heard.getvalue()
-                same("lines that are said", said.count("\n"), 1)
-                for word in (f"[rank {rank}] has waited", words, f"rank {late} has not come"):
-                    expect(word in said, "what a rank says that waits", word, said)
+            said = heard.getvalue()
+            same("lines that are said", said.count("\n"), int(rank != late))
+            for word in (f"[rank {rank}] has waited", words, f"rank {late} has not come") if said else ():
+                expect(word in said, "what a rank says that waits", word, said)
             dist.barrier()
             left = [other for other in range(size) if store.check([f"zero waits {other}"])]
             same("ranks of which the store says that they wait", left, [])

@@ -335,16 +335,6 @@ def offload_changes_nothing(engine, **options):
         assert len(addresses) == 2, "the shard's memory is a part of the gathered buffer"
 
 
-@holds("misuse")
-def another_offload_policy_is_refused(engine):
-    """A policy that is none is refused, and so are ranks with different ones."""
-    with refused("pin_memory", error=AttributeError):
-        engine(nn.Linear(3, 3), ADAMW, offload_policy="cpu")
-    one_alone = CPUOffloadPolicy() if engine.rank == 1 else None
-    with refused("[1]", error=ValueError):
-        engine(nn.Linear(3, 3), ADAMW, offload_policy=one_alone)
-
-
 @holds("order")
 def the_host_waits_for_copies(engine):
     """The host waits for copies before the update and before it adds to a gradient, and no copy overtakes.

@@ -72,13 +72,6 @@ def with_torchs_scaler(pair):
     scaler.step(pair.trained.optimizer)
 
 
-def backward_after_the_step(pair):
-    """Of a forward before it: torch itself refuses gradients of weights that have changed since."""
-    old = pair.alone()
-    pair.train(1)
-    old.backward()
-
-
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
     torch.func.functional_call(pair.model, others, pair.batch(0, pair.rank)[:1])
@@ -114,7 +107,6 @@ def under_func(pair):
 LOOPS = {  # and words of the error
     under_func: ("torch.func", "vmap"),
     with_torchs_scaler: ("engine.gradients", "GradScaler"),
-    backward_after_the_step: ("version",),
     called_with_other_weights: (".weight'", "functional_call"),
     an_optimizer_in_a_hook: ("'head.weight'",),
 }
@@ -123,7 +115,6 @@ LOOPS = {  # and words of the error
 @stages_hold(
     "misuse",
     *ask_each("act", (with_torchs_scaler, an_optimizer_in_a_hook), "zero1"),
-    ask("zero2", act=backward_after_the_step),
     ask("zero3", act=called_with_other_weights),
     only("zero3", act=under_func),
 )
@@ -152,11 +143,23 @@ class Pictures(OddModel):
         return super().forward(tokens) + self.picture(picture).mean()
 
 
+class Wrapped(nn.Module):
+    """As LoRA's: the layer as it was, and another one beside it."""
+
+    def __init__(self, inner: nn.Module, more: nn.Module | None = None):
+        super().__init__()
+        self.inner, self.more = inner, more
+
+    def forward(self, x):
+        return self.inner(x) + (self.more(x) if self.more else 0)
+
+
 def zeros():
     return torch.zeros(3, 5, dtype=torch.float64)
 
 
-# (what is done to the model, words of the error): after the first ones the shards can still be asked for.
+# (what is done to the model, words of the error): after `MOVES` the shards can still be asked for.
+AFTER = "after the engine was built"
 MOVES = {
     "float": (lambda model: model.float(), ("'",)),
     "there and back": (lambda model: model.float().double(), ("'",)),
@@ -165,7 +168,7 @@ MOVES = {
     "frozen": (lambda model: model.head.bias.requires_grad_(False), ("'head.bias'", "full_state_dict")),
     "thawed": (lambda model: model.frozen.requires_grad_(True), ("'frozen'", "find_unused=True")),
     "a new module": (lambda model: model.blocks.append(OddBlock(7).double()),
-                     ("'blocks.3.up.weight'", "after the engine was built")),
+                     ("'blocks.3.up.weight'", AFTER)),
 }  # fmt: skip
 CHANGES = {
     "setattr": (lambda model: setattr(model.head, "weight", nn.Parameter(zeros())), ("'",)),
@@ -174,6 +177,22 @@ CHANGES = {
     "weight_norm": (lambda model: nn.utils.parametrizations.weight_norm(model.head), ("arameter",)),
     "assign": (lambda model: model.load_state_dict(seeded(Pictures).state_dict(), assign=True), ("'",)),
 }
+# Another module in the place of one, also with as many parameters: the engine would train what nobody uses.
+SWAPS = {
+    "another head": (lambda model: setattr(model, "head", seeded(lambda: nn.Linear(5, 3), 4)),
+                     ("'head.weight'", AFTER)),
+    "another layer": (lambda model: setattr(model.blocks[1], "up", seeded(lambda: nn.Linear(5, 9), 4)),
+                      ("'blocks.1.up.weight'", AFTER)),
+    "a LoRA": (lambda model: setattr(model, "head", Wrapped(model.head, nn.Linear(5, 3).double())),
+               ("'head.more.weight'", AFTER)),
+    "blocks of another model": (lambda model: setattr(model, "blocks", seeded(OddModel, 4).blocks),
+                                ("'blocks.0.up.weight'", AFTER)),
+    "no head": (lambda model: setattr(model, "head", nn.Flatten()), ("'head.weight'", AFTER)),
+}  # fmt: skip
+
+
+def whole_state(pair):
+    pair.trained.full_state_dict()
 
 
 @stages_hold(
@@ -181,18 +200,23 @@ CHANGES = {
     *ask_each("change", ("float", "channels_last", "thawed", "delattr", "weight_norm"), "zero1"),
     *ask_each("change", ("there and back", "data", "a new module", "None", "assign"), "zero2"),
     *ask_each("change", ("frozen", "setattr"), "zero3"),
+    *ask_each("change", SWAPS, more_ranks=()),
+    only(("zero1", "zero2"), change="data", use=whole_state),
 )
-def a_model_that_changes_after_the_build_is_refused(engine, change):
-    """A model that is moved, or whose parameters are others, is refused at once or in forward; the shards stay."""
+def a_model_that_changes_after_the_build_is_refused(engine, change, use=Pair.step_alone):
+    """A model that is moved, or whose parameters are others, is refused at once or when it is used; the shards stay.
+
+    The whole state is refused once: weights in use and shards are two. Then it is the shards'.
+    """
     pair = Pair(engine, Pictures)
     pair.alike()
-    act, words = (MOVES | CHANGES)[change]
+    act, words = (MOVES | CHANGES | SWAPS)[change]
     own = () if change == "weight_norm" else ("engine",)  # torch's words are of a Parameter, ours of a parameter
     with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
         act(pair.model)
-        pair.step_alone()
-    same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
+        use(pair)
     if change in MOVES:
+        same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
         state = pair.trained.full_state_dict()
         for name, param in pair.plain.named_parameters():
             same(f"{name} after the refusal", state[name], param, 1e-12)
@@ -411,19 +435,6 @@ def what_would_be_lost_is_not_given_out(engine, write, **options):
             trained.load_full_state_dict(before)  # the way out
 
 
-@stages_hold("misuse", only(("zero1", "zero2")))
-def moved_weights_are_not_given_out_as_they_were(engine):
-    """`param.data = ...` and no forward since: the whole state and a save refuse once, and then give the shards."""
-    pair = Pair(engine)
-    pair.train(1)
-    state = pair.trained.full_state_dict()
-    weight = pair.model.head.weight
-    weight.data = weight.detach() + 1
-    with refused("'head.weight'", "moved out of the engine's buffer", error=RuntimeError):
-        pair.trained.full_state_dict()
-    same("the shards after the refusal", pair.trained.full_state_dict(), state)
-
-
 def by_data(block):
     block.up.weight.data.clamp_(-0.2, 0.2)
 
@@ -448,7 +459,7 @@ def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, *
 
 @stages_hold("misuse", ask(), ask_thorough(**EXACT_LOW), ask_thorough(**OFFLOAD))
 def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **options):
-    """A backward of a forward with other weights raises, as in plain PyTorch; the next step is right."""
+    """A backward of a forward before a load, or a step, raises as in plain PyTorch; the next step is right."""
     pair = Pair(engine, **options)
     pair.train(1)
     with shared_folder() as folder:
@@ -457,6 +468,7 @@ def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **
         for loader in (
             partial(pair.trained.load_full_state_dict, state),
             partial(checkpoint.load, pair.trained, folder),
+            partial(pair.train, 1),
         ):
             loss = pair.alone(0)
             loader()
@@ -597,57 +609,6 @@ def averages_of_the_shards_precision_can_be_kept_and_used(engine, **options):
         swapped(pair.trained, averages[:-1]).__enter__()
     same("an average's dtype", {average.dtype for average in averages}, {torch.float64})
     pair.alike(1)
-
-
-# Modules.
-
-
-class Wrapped(nn.Module):
-    """As LoRA's: the layer as it was, and another one beside it."""
-
-    def __init__(self, inner: nn.Module, more: nn.Module | None = None):
-        super().__init__()
-        self.inner, self.more = inner, more
-
-    def forward(self, x):
-        return self.inner(x) + (self.more(x) if self.more else 0)
-
-
-def another_head(model, _):
-    model.head = seeded(lambda: nn.Linear(5, 3), 4)
-
-
-def another_head_inside(model, _):
-    model.blocks[1].up = seeded(lambda: nn.Linear(5, 9), 4)
-
-
-def a_lora(model, _):
-    model.head = Wrapped(model.head, nn.Linear(5, 3).double())
-
-
-def blocks_of_another_model(model, _):
-    model.blocks = seeded(OddModel, 4).blocks
-
-
-def without_a_head(model, _):
-    model.head = nn.Flatten()
-
-
-SWAPS = {  # and whose parameter is missed or new
-    another_head: "'head.weight'",
-    another_head_inside: "'blocks.1.up.weight'",
-    a_lora: "'head.more.weight'",
-    blocks_of_another_model: "'blocks.0.up.weight'",
-    without_a_head: "'head.weight'",
-}
-
-
-@stages_hold("misuse", *ask_each("swap", SWAPS, more_ranks=()))
-def a_child_that_is_swapped_is_refused(engine, swap):
-    """Another module in the place of one, also with as many parameters: the engine would train what nobody uses."""
-    pair = Pair(engine)
-    pair.train(1)
-    refused_or_right(pair, False, swap, SWAPS[swap], "after the engine was built")
 
 
 @holds("misuse")

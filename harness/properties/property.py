@@ -301,9 +301,7 @@ def finding_of(error: AssertionError) -> Finding:
         return Finding(error.what, error.expected, error.found, rank)
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
     frame, said = ours[-1], str(error) or "it does not hold"
-    return Finding(
-        f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, dist.get_rank()
-    )
+    return Finding(f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})", "that this holds", said, rank)
 
 
 # Chapters as subjects: with whole weights to compare, which a chapter does not give by itself.
