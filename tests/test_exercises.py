@@ -270,7 +270,7 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
     for name, (text, *_) in submitted.items():
         (tmp_path / f"{name}.py").write_text(text)
     report = tmp_path / "points.json"
-    words = ("zero1_2psi", "--folder", str(tmp_path), "--seconds", "6", "--seed", "3", "--json", str(report))
+    words = ("zero1_2psi", "--folder", str(tmp_path), "--seconds", "3", "--seed", "3", "--json", str(report))
     status, printed = run(capsys, *words)
     assert status == 0
     for each in json.loads(report.read_text()):

@@ -7,6 +7,7 @@ claims.toml, as those of harness/teach/articles are in theirs.
 
 import functools
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from extra.planner.predict import Prediction, predict
 from extra.planner.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
 from harness.teach.articles.__main__ import main
-from harness.teach.articles.claim import Claim, claims_in, gigabytes
+from harness.teach.articles.claim import Claim, claims_in
 from harness.teach.articles.runs import gpt, step
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, InfiniBand with 400 GB/s each
@@ -35,6 +36,11 @@ PLANNER_ERRS = 0.1  # at most, beside published measurements
 def predicted(model="7b", ranks: int = 8, engine: str = "zero3", cluster: Cluster = H100, **options) -> Prediction:
     """`model`: a preset's name, or a shape. The same setup on another cluster costs no new recording."""
     return predict(Setup(preset(model) if isinstance(model, str) else model, engine, ranks, **options), cluster)
+
+
+def gigabytes(sizes: Iterable[float]) -> list[float]:
+    """In GB of 10^9 bytes."""
+    return [nbytes / 1e9 for nbytes in sizes]
 
 
 def milliseconds(*predictions: Prediction) -> list[float]:

@@ -1,7 +1,7 @@
 """What a claim is, which articles there are, and what gives a verdict. The words stand in claims.toml."""
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from operator import attrgetter
@@ -107,8 +107,3 @@ def shown(value) -> str:
     if type(value) is int:
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def gigabytes(sizes: Iterable[float]) -> list[float]:
-    """In GB of 10^9 bytes."""
-    return [nbytes / 1e9 for nbytes in sizes]

@@ -24,7 +24,6 @@ from harness.teach.articles.runs import (
     GATHER,
     MODELS,
     REDUCE,
-    STAGES,
     UNITS,
     batch_for,
     chain,
@@ -32,8 +31,6 @@ from harness.teach.articles.runs import (
     forward,
     running,
     size_of,
-    small_gpt,
-    step,
     toy,
     update,
     worst_moment,
@@ -81,22 +78,17 @@ def per_parameter_dtensor():
     return [" and ".join(kinds), *shapes, share]
 
 
-def equal_chunks():
-    shares = [step("zero3", toy, rank=rank)["share of parameters"] for rank in range(8)]
-    return [min(shares), max(shares)]
-
-
 # What is gathered at once.
 
 
-def most_gathered(model: str, units: str = "blocks", layers: int = 1, **options) -> float:
+def most_gathered(model: str, units: str = "", layers: int = 1, **options) -> float:
     """The largest share of the parameters that ZeRO-3 has gathered at once in a step, in layers if there are some."""
-    model_of, options["units"] = MODELS[model], UNITS[units]
+    model_of, options["units"] = MODELS[model], UNITS.get(units)
     return layers * worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options) / size_of(model_of)
 
 
 def flops_of_a_rank(name: str) -> int:
-    with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
+    with running(name, MODELS["small"]) as engine, FlopCounterMode(display=False) as counter:
         forward(engine).backward()
         return counter.get_total_flops()
 
@@ -143,24 +135,15 @@ def both_passes(name: str, **options) -> str:
     return "|".join(order(name, **options)[:2])
 
 
-def after_update(letter: str) -> list[int]:
-    """How many events of this kind come after the beginning of the update, of FSDP2 and the stages."""
-    return [order(name)[3].count(letter) for name in ("fsdp2", *STAGES)]
+def events(name: str, part: int, letter: str) -> int:
+    """How many events of this kind there are in one of the parts that `order` returns."""
+    return order(name)[part].count(letter)
 
 
 def before_the_last_gradient(**options) -> float:
     """The share of its all-reduces that DDP has issued before the last gradient is computed."""
     backward = order("ddp", **options)[1]
     return backward[: backward.rindex("C")].count("R") / backward.count("R")
-
-
-def per_unit_and_pass():
-    """All-gathers and reduce-scatters of a unit in forward and in backward, of ZeRO-3 and FSDP2."""
-    found = []
-    for name in ("zero3", "fsdp2"):
-        for events in order(name)[:2]:
-            found += [events.count("G") / 4, events.count("R") / 4]
-    return found
 
 
 def backward_prefetch():

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.measure.held import buckets_of
 from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, size_of
 
 
@@ -82,20 +81,13 @@ class FreedByAssignment:
 
 
 def printed_zero3_frees():
-    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted.
-
-    First freed as printed, by assignment, and last by resizing their storage, as zero3.py does.
-    """
+    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted."""
     with fake_ranks(8):
         engine = FreedByAssignment(chain())
         output = engine.model(batch_for(engine.model)[0])  # keeps what autograd has saved
-        assigned = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
+        alive = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
         del output
-    with running("zero3") as engine:
-        loss = forward(engine)
-        resized = sum(bucket.flat.untyped_storage().nbytes() for bucket in buckets_of(engine))
-        del loss
-    return [assigned, size_of(chain), resized]
+    return [alive, size_of(chain)]
 
 
 def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.measure.fake_ranks import fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import PartsLedger
+from harness.measure.sweeps import UNITS
 from harness.measure.watched_step import watched_step
 from harness.run.engines import ENGINES, STAGES
 from harness.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
@@ -160,19 +161,16 @@ def recomputed_gpt() -> GPT:
     return model
 
 
-def matrices(model: GPT) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)) and m is not model.head]
-
-
 # What claims.toml calls them.
 MODELS = {"toy": toy, "small": small_gpt, "adapted": adapted_gpt, "recomputed": recomputed_gpt}
 MODELS |= {f"{layers} layers": partial(chain, layers) for layers in (4, 8, 16)}
-UNITS = {"blocks": None, "layers": matrices, "the model": lambda model: [model]}
 
 
-def of_a_step(engine: str, what: str, model: str = "8 layers", units: str = "blocks", **options) -> float:
+def of_a_step(engine: str, what: str, model: str = "8 layers", units: str = "", dtype: str = "", **options) -> float:
     """What a claim asks of a training step; `options` are those of `step`."""
-    return step(engine, MODELS[model], units=UNITS[units], **options)[what]
+    if dtype:
+        options["dtype"] = getattr(torch, dtype)
+    return step(engine, MODELS[model], units=UNITS.get(units), **options)[what]
 
 
 def worst_moment(model_of, of, **options) -> int:

@@ -48,10 +48,10 @@ class Case:
 
 @functools.cache
 def groups_of(world) -> types.SimpleNamespace:
-    """None is the default group, so that a collective that was given none shows."""
+    """None is the default group, so that a collective that was given none shows. `seen`: runs of chapters, by case."""
     new = partial(dist.new_group, group_desc="for all checks", timeout=WAIT)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
+    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group(), seen={})
 
 
 def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: int = 320):

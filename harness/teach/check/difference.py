@@ -5,9 +5,12 @@ Only a collective that the chapter does not issue ends a run: no other rank woul
 """
 
 import functools
+import os
 import types
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -22,20 +25,20 @@ from harness.teach.check.state import Held, State
 
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a sum may be apart
 SLACK = 1024  # bytes of scalars
-# What a function may leave as it likes: nobody reads it any more.
-LEFT_OVER = {"ZeRO1.reduce_gradients": ".gradient", "ZeRO1.training_step": ".gradient"}
+# After these functions a bucket's `gradient` may be as they like: nobody reads it any more.
+LEAVE_GRADIENTS = ("ZeRO1.reduce_gradients", "ZeRO1.training_step")
 # Functions whose collectives are their own choice, as long as they are small: bytes per rank.
 FREE_TO_SEND = {"ZeRO2.clip_grad_norm_": 64}
 
 
 @dataclass
 class Call:
-    """What one call of the watched function has done."""
+    """What one call of a watched function has done."""
 
     state: State
     issued: list[Issued]
     in_flight: list[str]  # collectives, when it returns
-    most_in_flight: dict[str, int]  # kind of collective -> how many at once
+    most_in_flight: Counter  # kind of collective -> how many at once
     kept: int  # bytes alive afterwards, more than before
 
 
@@ -43,75 +46,71 @@ class Call:
 class Run:
     """What was seen in one run: `raised` is the name of an error that the case expects."""
 
-    calls: list[Call] = field(default_factory=list)
-    issued: list[Issued] = field(default_factory=list)  # all collectives
+    calls: dict[str, list[Call]]  # of each watched function
+    issued: list[Issued]  # all collectives
     raised: str = "nothing"
     most: int = 0  # bytes alive at the worst moment
+    inside: bool = False  # of a watched function, now
     ended: Exception | None = None  # by an error, or by a collective that the chapter does not issue
     half_made: State | None = None  # what `__init__` had made when it ended so
 
 
-class Comparison:
-    """Of the function `where`, in one case. What differs is raised as `Differs`."""
+class Runs:
+    """Runs of one case, which watch these functions ("Class.method" or "function")."""
 
-    def __init__(self, where: str, case: Case, recorder: Recorder):
-        self.where, self.case, self.recorder = where, case, recorder
-        self.name = where.rpartition(".")[2]
-        self.ranks = case.group.size()
+    def __init__(self, case: Case, recorder: Recorder, watched: Iterable[str]):
+        self.case, self.recorder, self.watched = case, recorder, watched
+        self.memory = MemoryLedger()  # which is open in some cases only, and elsewhere says 0
 
-    # Runs.
+    def run(self, module: types.ModuleType, engine: str, expected: Callable | None = None) -> Run:
+        """What the module's functions do in each of their calls, while the case trains its class `engine`.
 
-    def run(self, module: types.ModuleType, engine: str, right: Run | None = None) -> Run:
-        """What the module's function does in each of its calls; with the chapter's run `right`, beside that."""
-        found, recorder = Run(), self.recorder
-        *owners, name = self.where.split(".")
-        owner = functools.reduce(getattr, owners, module)
-        real = getattr(owner, name)
+        A student's run is given what to ask before each collective, `expected(run, issued)`, and no error ends it.
+        """
+        recorder = self.recorder
+        recorder.forget()
+        found = Run({where: [] for where in self.watched}, recorder.issued)
+        recorder.expected = expected and functools.partial(expected, found)
+        recorder.copies = not self.case.memory
+        torch.manual_seed(dist.get_rank())
+        with ExitStack() as stack:
+            for where in self.watched:
+                *owners, name = where.split(".")
+                owner = functools.reduce(getattr, owners, module)
+                stack.enter_context(patch.object(owner, name, self._watching(getattr(owner, name), found, where)))
+            if self.case.memory:
+                stack.enter_context(self.memory)
+            try:
+                self.case.act(getattr(module, engine), self.case)
+            except Exception as error:
+                right = isinstance(error, self.case.expects) and not isinstance(error, NotImplementedError)
+                if right and not process_group.lost(str(error)):
+                    found.raised = type(error).__name__
+                else:
+                    found.ended = error  # what has differed before may be why
+        found.most = self.memory.peak
+        return found
 
-        def compare(issued):
-            call = f"of call {len(found.calls) + 1} of {name}" if inside else f"after {len(found.calls)} of {name}"
-            place = len(recorder.issued)
-            if name == "__init__" and inside:
-                return  # see `compare`
-            self._same_kinds(call, right.issued[place : place + 1], [issued])
-
-        inside = []
-        memory = MemoryLedger()  # which is open in some cases only, and elsewhere says 0
+    def _watching(self, real: Callable, found: Run, where: str) -> Callable:
+        recorder, memory, name = self.recorder, self.memory, real.__name__
 
         @functools.wraps(real)
         def watched(*args, **kwargs):
-            first, recorder.most = len(recorder.issued), {}
-            before = memory.live
-            inside.append(name)
+            first, outside, before = len(recorder.issued), recorder.most, memory.live
+            recorder.most, found.inside = Counter(), True
             try:
                 result = real(*args, **kwargs)
             except Exception:
                 found.half_made = self._state({"self": args[0]}) if name == "__init__" else None
                 raise
-            inside.pop()
-            kept = memory.live - before
+            kept, found.inside = memory.live - before, False
             in_flight = [str(each) for each in recorder.issued if each.in_flight]
             state = self._state({f"what {name} returns": result, "self": args[0]})
-            found.calls.append(Call(state, recorder.issued[first:], in_flight, dict(recorder.most), kept))
+            found.calls[where].append(Call(state, recorder.issued[first:], in_flight, recorder.most, kept))
+            recorder.most = outside | recorder.most  # the most of both
             return result
 
-        recorder.forget(compare if right is not None and self.where not in FREE_TO_SEND else None)
-        recorder.copies = not self.case.memory
-        torch.manual_seed(dist.get_rank())
-        try:
-            with patch.object(owner, name, watched), memory if self.case.memory else nullcontext():
-                self.case.act(getattr(module, engine), self.case)
-        except Exception as error:
-            expected = isinstance(error, self.case.expects) and not isinstance(error, NotImplementedError)
-            if expected and not process_group.lost(str(error)):
-                found.raised = type(error).__name__
-            elif right is None:
-                raise
-            else:
-                found.ended = error  # what has differed before may be why
-        found.issued = list(recorder.issued)
-        found.most = memory.peak
-        return found
+        return watched
 
     def _state(self, things: dict) -> State:
         """What is held now, where memory is not what is looked at."""
@@ -125,23 +124,42 @@ class Comparison:
                 state.add(path, thing)
         return state
 
-    # Differences.
+
+class Comparison:
+    """Of what the function `where` does in one case. What differs is raised as `Differs`."""
+
+    def __init__(self, where: str, case: Case):
+        self.where, self.case = where, case
+        self.name = where.rpartition(".")[2]
+        self.ranks = case.group.size()
+
+    def expected(self, right: Run, wrong: Run, issued: Issued) -> None:
+        """Asked before a collective of a student's run is started: does the chapter issue it here?"""
+        if self.where in FREE_TO_SEND or (wrong.inside and self.name == "__init__"):  # see `compare`
+            return
+        number, place = len(wrong.calls[self.where]), len(wrong.issued)
+        call = f"of call {number + 1} of {self.name}" if wrong.inside else f"after {number} of {self.name}"
+        self._same_kinds(call, right.issued[place : place + 1], [issued])
 
     def compare(self, right: Run, wrong: Run) -> None:
-        for number, (one, other) in enumerate(zip(right.calls, wrong.calls), start=1):
-            if self.where == "Bucket.__init__":  # what it has computed says more than the size of its broadcast
-                self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
-            self._compare_collectives(f"of call {number} of {self.name}", one, other)
-            self._compare_states(f"after call {number} of {self.name}", one.state, other.state)
-            self._compare_at_once(f"of call {number} of {self.name}", one, other)
+        expected, found = right.calls[self.where], wrong.calls[self.where]
+        for number, (one, other) in enumerate(zip(expected, found), start=1):
+            call = f"call {number} of {self.name}"
+            computes = self.where == "Bucket.__init__"  # that says more than the size of its broadcast
+            for states in (computes, not computes):
+                if states:
+                    self._compare_states(f"after {call}", one.state, other.state)
+                else:
+                    self._compare_collectives(f"of {call}", one, other)
+            self._compare_at_once(f"of {call}", one, other)
             most = one.kept + SLACK
-            what = f"bytes alive after call {number} of {self.name}, more than before it"
+            what = f"bytes alive after {call}, more than before it"
             expect(other.kept <= most, what, f"at most {most:,}", f"{other.kept:,}")
         if wrong.ended is not None:
             self._compare_half_made(right, wrong)
             raise wrong.ended
         expect(wrong.raised == right.raised, "what it raises", right.raised, wrong.raised)
-        expect(len(wrong.calls) == len(right.calls), f"calls of {self.name}", len(right.calls), len(wrong.calls))
+        expect(len(found) == len(expected), f"calls of {self.name}", len(expected), len(found))
         if right.raised == "nothing":
             spoilt = [each.what for each in wrong.issued if each.spoilt]
             waiting = [each.what for each in wrong.issued if each.in_flight]
@@ -156,11 +174,11 @@ class Comparison:
 
     def _compare_half_made(self, right: Run, wrong: Run) -> None:
         """What `__init__` had made before an error may be why."""
-        made, number = wrong.half_made, len(wrong.calls)
-        if made is None or isinstance(wrong.ended, NotImplementedError) or number == len(right.calls):
+        made, number, expected = wrong.half_made, len(wrong.calls[self.where]), right.calls[self.where]
+        if made is None or isinstance(wrong.ended, NotImplementedError) or number == len(expected):
             return
-        wanted = right.calls[number].state
-        wanted.holds = {path: held for path, held in wanted.holds.items() if path in made.holds}
+        holds = expected[number].state.holds
+        wanted = State(set(), {path: held for path, held in holds.items() if path in made.holds})
         self._compare_states(f"when call {number + 1} of {self.name} ended", wanted, made)
 
     def _none(self, what: str, found: list[str]) -> None:
@@ -168,9 +186,7 @@ class Comparison:
 
     def _same_kinds(self, when: str, right: list[Issued], wrong: list[Issued]) -> None:
         expected, found = list(map(str, right)), list(map(str, wrong))
-        first = 0
-        while expected[first : first + 1] == found[first : first + 1] and first < len(expected):
-            first += 1
+        first = len(os.path.commonprefix([expected, found]))
         named = [f"{each}{each.line}" for each in wrong[first : first + 3]]
         said = ", then ".join(expected[first : first + 3]) or "none more"
         expect(expected == found, f"collectives {when}", said, ", then ".join(named) or "none more")
@@ -200,16 +216,15 @@ class Comparison:
         if right.in_flight or self.name == "training_step":  # a whole step may start and wait in another way
             return
         for kind, most in right.most_in_flight.items():
-            found = wrong.most_in_flight.get(kind, 0)
+            found = wrong.most_in_flight[kind]
             said = f"{most}: all are started before the first is waited for"
             what = f"of kind {kind}, in flight at once {when}"
             expect(found >= most, what, said, f"{found}: is each waited for before the next is started?")
 
     def _compare_states(self, when: str, right: State, wrong: State) -> None:
-        left_over = LEFT_OVER.get(self.where, "nothing")
         # Numbers come before tensors, whose shapes and sizes follow from them.
         for path, expected in sorted(right.holds.items(), key=lambda held: isinstance(held[1], Held)):
-            if path.endswith(left_over):
+            if self.where in LEAVE_GRADIENTS and path.endswith(".gradient"):
                 continue
             what = path if path.startswith("what ") else f"{path} {when}"
             found = wrong.holds.get(path, "nothing of that name: is a return missing, or an attribute?")
@@ -234,6 +249,8 @@ class Comparison:
 
     def _compare_values(self, what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
         expect(found.shape == expected.shape, f"the shape of {what}", tuple(expected.shape), tuple(found.shape))
+        if torch.equal(found, expected):
+            return
         tolerance = EXACT.get(expected.dtype, 0)
         close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         if not close.all():

@@ -3,8 +3,9 @@
 import inspect
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
 COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
                "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
                "all_gather_object", "broadcast_object_list")  # fmt: skip
+signature = cache(inspect.signature)
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
@@ -82,15 +84,15 @@ class Recorder:
         self.copies = True  # of what is sent
         self.forget()
 
-    def forget(self, expected=None) -> None:
+    def forget(self) -> None:
         """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
         self.issued: list[Issued] = []
-        self.most: dict[str, int] = {}  # kind -> how many were in flight at once, since somebody emptied it
-        self.expected = expected
+        self.most = Counter()  # kind -> how many were in flight at once, since somebody emptied it
+        self.expected = None
 
     def count_in_flight(self, kind: str) -> None:
         now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)
-        self.most[kind] = max(self.most.get(kind, 0), now)
+        self.most[kind] = max(self.most[kind], now)
 
     def __enter__(self):
         here = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
@@ -120,7 +122,7 @@ class Recorder:
         return ""
 
     def _call(self, name, real, *args, **kwargs):
-        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        given = signature(real).bind(*args, **kwargs).arguments
         nbytes = max(sum(tensor.nbytes for tensor in tensor_leaves([value])) for value in (None, *given.values()))
         inputs, outputs = [], []
         for key, value in given.items():

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.teach.check.recorder import Work
 
@@ -36,7 +35,9 @@ class State:
     _seen: set[int] = field(default_factory=set)
 
     def add(self, path: str, thing) -> None:
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, PLAIN):  # most are
+            self.holds[path] = thing
+        elif isinstance(thing, torch.Tensor):
             self._add_tensor(path, thing)
         elif isinstance(thing, Work):
             if thing.issued.in_flight:  # one that is over may be kept, or dropped
@@ -47,8 +48,6 @@ class State:
                 self.add(f"{path}[{number}]", each)
         elif isinstance(thing, set):
             self.holds[path] = sorted(map(str, thing))
-        elif isinstance(thing, PLAIN):
-            self.holds[path] = thing
         elif type(thing).__name__ in CLASSES and id(thing) not in self._seen:
             self._seen.add(id(thing))
             for name, value in vars(thing).items():
@@ -61,8 +60,7 @@ class State:
         home = self._first.setdefault(place, path)
         begin = tensor.storage_offset()
         readable = storage.nbytes() >= (begin + tensor.numel()) * tensor.element_size() and place not in self.writing
-        with _disable_current_modes():  # the copy is no memory of the student's
-            value = tensor.detach().clone() if readable else None
+        value = tensor.detach().clone() if readable else None
         lies_in = f"{home}, element {begin}" if home != path else "a storage of its own"
         self.holds[path] = Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), lies_in, value)
         if tensor.is_leaf and tensor.grad is not None:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from harness.properties.property import Differs
 from harness.run import process_group, ranks
 from harness.teach.check import cases
-from harness.teach.check.difference import Comparison
+from harness.teach.check.difference import Comparison, Runs
 from harness.teach.check.module import Broken, Missing, chapter, load
 from harness.teach.check.recorder import Recorder
 from harness.teach.check.tasks import judge
@@ -51,12 +52,21 @@ def checks_of(name: str) -> list[Check]:
 
 def try_case(name: str, theirs, check: Check, case: cases.Case, recorder: Recorder) -> None:
     """Raises what `theirs`, the student's module, does otherwise than the chapter in this case, or than a target."""
-    engine, blank = EXERCISES[name].engine, check.blank
+    exercise = EXERCISES[name]
+    engine, whole = exercise.engine, f"{exercise.engine}.training_step"
     if check.target:
-        return judge(EXERCISES[name], check.target, getattr(theirs, engine), recorder, case.seed)
-    comparison = Comparison(blank.where if blank else f"{engine}.training_step", case, recorder)
-    right = comparison.run(chapter(name), engine)
-    comparison.compare(right, comparison.run(theirs, engine, right))
+        return judge(exercise, check.target, getattr(theirs, engine), recorder, case.seed)
+    seen = cases.groups_of(dist.group.WORLD).seen
+    if (name, case) not in seen:  # once, whichever blank is compared with it
+        watched = [whole, *(blank.where for blank in exercise.blanks)]
+        right = Runs(case, recorder, watched).run(chapter(name), engine)
+        if right.ended:
+            raise right.ended
+        seen[name, case] = right
+    comparison = Comparison(check.blank.where if check.blank else whole, case)
+    right = seen[name, case]
+    asked = partial(comparison.expected, right)
+    comparison.compare(right, Runs(case, recorder, [comparison.where]).run(theirs, engine, asked))
 
 
 def try_check(name: str, check: Check, recorder: Recorder, folder: str, item: str, seconds: float, seed: int) -> dict:
