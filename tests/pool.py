@@ -15,9 +15,9 @@ from harness.run.starter import STARTER, end_with_starter
 TIMEOUT = 60  # seconds for a collective
 
 # What every rank imports. torch takes a second and a half of it; the first optimizer imports torch._dynamo, a second
-# more; and the compiler another one.
+# more; and the compiler another one. Files of tests import pytest.
 IMPORTED_ONCE = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
-                 "torch.distributed.optim", "torch.distributed.pipelining"]  # fmt: skip
+                 "torch.distributed.optim", "torch.distributed.pipelining", "pytest"]  # fmt: skip
 
 
 class CaseFailed(AssertionError):

@@ -1,26 +1,28 @@
 """Every property of harness/properties, asked of our engines: nothing may be found."""
 
-import copy
 import itertools
 
 import pytest
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+import torch
 
-from harness.properties.conform import in_names
+from harness.properties.conform import in_names, size_of
 from harness.properties.property import GROUPS, STAGES, NotApplicable, Subject, examine, library, subject
-from harness.run.counterparts import PlainStep
+from harness.run import engines
+from harness.run.counterparts import ddp
+
+
+def on_ranks(size: int, *values, marks=(), **named):
+    """A parameter of a test that is run where so many ranks are."""
+    return pytest.param(size, *values, marks=[pytest.mark.xdist_group(f"{size} ranks"), *marks], **named)
 
 
 def asked():
-    """A parameter for every property, engine, number of ranks and case."""
-    found = []
+    """A parameter for every property, number of ranks, engine and case."""
     for each in library().values():
         for case in each.cases:
-            marks = [pytest.mark.xdist_group(f"{case.ranks} ranks"), *([pytest.mark.thorough] if case.thorough else [])]
+            marks = [pytest.mark.thorough] if case.thorough else []
             name = f"{each.name}-{case.engine}-{case.ranks}-{in_names(case.arguments)}"
-            found.append(pytest.param(each.name, case.engine, case.ranks, case.arguments, marks=marks, id=name))
-    return found
+            yield on_ranks(case.ranks, each.name, case.engine, case.arguments, marks=marks, id=name)
 
 
 def on_a_rank(name: str, engine: str, case: dict) -> list | str:
@@ -31,8 +33,8 @@ def on_a_rank(name: str, engine: str, case: dict) -> list | str:
         return str(reason)
 
 
-@pytest.mark.parametrize("name, engine, size, case", asked())
-def test_holds(ranks, name, engine, size, case):
+@pytest.mark.parametrize("size, name, engine, case", asked())
+def test_holds(ranks, size, name, engine, case):
     answers = ranks(size).run(on_a_rank, name=name, engine=engine, case=case)
     if all(isinstance(of_rank, str) for of_rank in answers):
         pytest.skip(answers[0])
@@ -40,39 +42,29 @@ def test_holds(ranks, name, engine, size, case):
     assert not found, "\n".join(found)
 
 
-class SendsMore(PlainStep):
-    """Right losses, and nothing cut: AdamW under DDP, which sends its weights around after every step, too."""
-
-    buckets = ()
-
-    def __init__(self, model, optimizer_cls, **options):
-        super().__init__(model, optimizer_cls)
-        self.ddp = DistributedDataParallel(model)
-
-    def __call__(self, *inputs):
-        return self.ddp(*inputs)
-
-    def full_state_dict(self):
-        return copy.deepcopy(self.model.state_dict())
-
-    def training_step(self, inputs, targets, loss_fn):
-        loss = super().training_step(inputs, targets, loss_fn)
-        for param in self.model.parameters():
-            dist.all_reduce(param.detach().clone())
-        return loss
+def as_ddp(model, optimizer_cls, **options):
+    """Right losses, and nothing cut."""
+    return ddp(model, optimizer_cls, torch.device("cpu"))
 
 
-def of_the_impostor(name: str, stage: str) -> list:
-    return examine(name, Subject("impostor", SendsMore, like=stage))
+def of_an_impostor(name: str, build, stage: str) -> list:
+    return examine(name, Subject("impostor", build, like=stage))
 
 
-@pytest.mark.parametrize("name, stage", (
-    *itertools.product(("held_bytes_equal_the_theory", "collectives_are_those_of_the_stage"), STAGES),
-    ("what_is_shared_out_is_no_more_than_twice_there", "zero1"), ("a_step_sends_no_more_than_is_promised", "zero2"),
-))  # fmt: skip
-def test_who_says_it_were_a_stage_is_found_out(ranks, name, stage):
-    answers = ranks(library()[name].cases[0].ranks).run(of_the_impostor, name=name, stage=stage)
-    for rank, (finding,) in enumerate(answers):
+def impostors():
+    """(a property, what is built, the stage that it says it were)"""
+    properties = ("held_bytes_equal_the_theory", "collectives_are_those_of_the_stage")
+    yield from itertools.product(properties, (as_ddp,), STAGES)
+    yield "what_is_shared_out_is_no_more_than_twice_there", as_ddp, "zero1"
+    yield "a_step_sends_no_more_than_is_promised", engines.STAGES["zero3"], "zero2"
+
+
+@pytest.mark.parametrize(
+    "size, name, build, stage",
+    [on_ranks(size_of(library()[each[0]], 2), *each) for each in impostors()],
+)
+def test_who_says_it_were_a_stage_is_found_out(ranks, size, name, build, stage):
+    for rank, (finding,) in enumerate(ranks(size).run(of_an_impostor, name=name, build=build, stage=stage)):
         assert f"rank {rank}: " in str(finding)
         assert finding.expected != finding.found and any(word in finding.what for word in ("bytes", "collectives"))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,12 +19,13 @@ from harness.run import engines
 from harness.run.counterparts import ddp, fsdp2, zero_redundancy_optimizer
 from harness.run.deepspeed_engine import build as deepspeed
 
-# What each documents of the options that a stage has, under the stage's names: {who builds it in the registry: names}.
+# What each documents of the options that a stage has, besides its groups: who builds it in the registry, and the option's
+# name here and there.
 OPTIONS = {
-    ddp: {"bucket_mb", "param_groups", "group", "find_unused"},
-    zero_redundancy_optimizer: {"param_groups", "group", "find_unused"},
-    fsdp2: {"param_groups", "group", "param_dtype", "reduce_dtype"},
-    deepspeed: {"param_groups"},
+    ddp: {"bucket_mb": "bucket_mb", "group": "process_group", "find_unused": "find_unused_parameters"},
+    zero_redundancy_optimizer: {"group": "process_group", "find_unused": "find_unused_parameters"},
+    fsdp2: {"group": "mesh", "param_dtype": "mp_policy", "reduce_dtype": "mp_policy"},
+    deepspeed: {},
 }
 OF_TORCH = (ddp, zero_redundancy_optimizer, fsdp2)  # used with torch's own clipping
 
@@ -32,7 +34,7 @@ def subject(entry: engines.Engine) -> Subject:
     """The engine of that entry of the registry as a subject."""
     family = getattr(entry.build, "func", entry.build)
     like = entry.counterpart if entry.counterpart in STAGES else None
-    takes = frozenset(OPTIONS.get(family, ()))
+    takes = frozenset(("param_groups", *OPTIONS[family]) if family in OPTIONS else ())
     more = {"broadcasts": family in (ddp, zero_redundancy_optimizer)}
     if family is deepspeed:
         more |= {"dtype": torch.float32, "atol": 2e-5, "more": {"drops gradients": True, "to be destroyed": True}}
@@ -63,20 +65,17 @@ def subject(entry: engines.Engine) -> Subject:
 
 def _in_its_own_words(family: Callable, options: dict, device: torch.device) -> dict:
     """The options of a stage as this engine calls them."""
-    group, find_unused = options.pop("group", None), options.pop("find_unused", False)
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
+    group = options.get("group")
     if family is fsdp2:
-        policy = {key: options.pop(key) for key in ("param_dtype", "reduce_dtype") if key in options}
-        options |= {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
-        if group is not None:
-            options["mesh"] = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, device.type)
-    elif family in (ddp, zero_redundancy_optimizer):
-        if isinstance(group, DeviceMesh):
+        policy = {name: options[name] for name in options if name.endswith("dtype")}
+        options |= dict.fromkeys(policy, MixedPrecisionPolicy(**policy))
+        if isinstance(group, dist.ProcessGroup):
+            options["group"] = DeviceMesh.from_group(group, device.type)
+    elif isinstance(group, DeviceMesh):
+        if group.ndim > 1:
             raise NotApplicable(f"{family.__name__} documents no mesh of {group.ndim} dimensions")
-        options |= {"process_group": group} if group is not None else {}
-        options |= {"find_unused_parameters": True} if find_unused else {}
-    return options
+        options["group"] = group.get_group()
+    return {OPTIONS[family][name]: value for name, value in options.items()}
 
 
 def _without_scalars(model: nn.Module) -> list[str]:

@@ -114,7 +114,8 @@ LOOPS = {  # and words of the error
 
 @stages_hold(
     "misuse",
-    *ask_each("act", (with_torchs_scaler, an_optimizer_in_a_hook), "zero1"),
+    ask("zero1", act=with_torchs_scaler),
+    ask("zero2", act=an_optimizer_in_a_hook),
     ask("zero3", act=called_with_other_weights),
     only("zero3", act=under_func),
 )
