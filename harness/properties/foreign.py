@@ -19,8 +19,8 @@ from harness.run import engines
 from harness.run.counterparts import ddp, fsdp2, zero_redundancy_optimizer
 from harness.run.deepspeed_engine import build as deepspeed
 
-# What each documents of the options that a stage has, besides its groups: who builds it in the registry, and the option's
-# name here and there.
+# What each documents of the options that a stage has, besides groups of parameters: {who builds it in the registry:
+# {the option's name here: there}}.
 OPTIONS = {
     ddp: {"bucket_mb": "bucket_mb", "group": "process_group", "find_unused": "find_unused_parameters"},
     zero_redundancy_optimizer: {"group": "process_group", "find_unused": "find_unused_parameters"},
