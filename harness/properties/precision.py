@@ -261,7 +261,7 @@ def a_loss_scaler_is_called_in_order(engine, enabled):
         pair.scaled_step(step, scaler, 0.1)
     pair.same_weights()
     if enabled:
-        pair.backward(2, scale=scaler.scale(torch.ones((), dtype=FP64)))
+        pair.backward(2, scale=scaler.get_scale())
         scaler.unscale_(pair.trained)
         with refused("update()", error=RuntimeError):
             scaler.unscale_(pair.trained)
