@@ -44,7 +44,7 @@ def the_state_of_one_engine_is_taken_in_by_another(engine, **options):
         same(f"bytes of the storage under {name}", value.untyped_storage().nbytes(), value.nbytes)
     tokens, _ = own_tokens(3)
     with torch.no_grad():  # the weights in use, not only those on file
-        same("what the engine computes", trained(tokens), source(tokens), 0.02 if options else EXACT)
+        same("what the engine computes", trained(tokens), source(tokens), 0.05 if options else EXACT)
     for broken, name in (
         ({k: v for k, v in state.items() if k != "head.bias"}, "head.bias"),
         ({**state, "nobody": torch.ones(1)}, "nobody"),
