@@ -36,6 +36,7 @@ from harness.properties.fixtures import (
     ADAMW,
     EXACT,
     SGD,
+    Keeping,
     OddModel,
     all_params,
     grid,
@@ -84,7 +85,7 @@ OPTIONS = {  # of a group: nested, or numpy's
 }
 
 
-class Zoo(OddModel):
+class Zoo(OddModel, Keeping):
     """All that a checkpoint must carry: uneven, tied, frozen, unused and empty parameters, buffers, 3 dimensions.
 
     And what a module keeps besides tensors.
@@ -104,12 +105,6 @@ class Zoo(OddModel):
         self.head = nn.Linear(5, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.kept = {"sums": {"a": 0.5}, "seen": [1]}
-
-    def get_extra_state(self):
-        return self.kept
-
-    def set_extra_state(self, state):
-        self.kept = state
 
     def forward(self, tokens):
         x = self.embedding(tokens).mean(1) * self.frozen

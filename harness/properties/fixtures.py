@@ -189,6 +189,16 @@ class Branches(nn.Module):
         return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
 
 
+class Keeping(nn.Module):
+    """It keeps something besides tensors, which goes into the state of the model."""
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
 def through(x, blocks):
     for block in blocks:
         x = block(x)

@@ -14,6 +14,7 @@ from harness.properties.checkpoints import state_by_torch
 from harness.properties.fixtures import (
     DECAY,
     EXACT,
+    Keeping,
     OddModel,
     a_step,
     in_float64,
@@ -145,7 +146,7 @@ def every_buffer_and_every_quantized_weight_is_rank_0s(engine, param_dtype=None)
     same("quantized weights that were loaded", trained.full_state_dict()["blocks.0.q8"], changed["blocks.0.q8"])
 
 
-class Keeps(nn.Module):
+class Keeps(Keeping):
     """What it gives by `get_extra_state` is another value on each rank."""
 
     def __init__(self, kept):
@@ -154,12 +155,6 @@ class Keeps(nn.Module):
 
     def forward(self, x):
         return self.linear(x)
-
-    def get_extra_state(self):
-        return self.kept
-
-    def set_extra_state(self, state):
-        self.kept = state
 
 
 def keeping(rank: int) -> nn.Module:
