@@ -500,7 +500,7 @@ PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
 def without_lock(gather, *args, **options):
-    """An all-gather while torch traces, with Python's lock kept, may wait for gloo's thread, which waits for the lock."""
+    """An all-gather that keeps Python's lock, as torch does while it traces, may wait for who waits for the lock."""
     python = torch._C.DispatchKey.PythonDispatcher
     same("an all-gather keeps Python's lock", torch._C._dispatch_tls_is_dispatch_key_included(python), False)
     return gather(*args, **options)
