@@ -19,7 +19,7 @@ from harness.properties.conform import (
     versions,
     without_places,
 )
-from harness.properties.property import CHAPTERS, STAGES, library
+from harness.properties.property import CHAPTERS, GROUPS, STAGES, library
 from tests.test_engine_file import LISTING, ROOT, STEP
 
 LAST = "        dist.all_reduce(self.gradients)\n"
@@ -86,13 +86,16 @@ def test_what_is_said_names_no_place_of_this_machine(said, kept):
     assert over_the_ranks([{"outcome": "crash", "says": said}])["says"] == kept
 
 
-def test_every_property_is_asked_of_every_engine():
+def test_every_property_says_what_must_be_true_and_is_asked_of_every_engine():
     assert len(library()) >= 95
     for name, each in library().items():
+        assert each.group in GROUPS and each.says.endswith("."), name
         size = size_of(each, 2)
         assert cases_on(each, size, "ddp"), name
         assert not any("<" in in_names(case.arguments) for case in each.cases), name  # no raw Python
         ours = {case.engine for case in each.cases}
+        usual = {case.engine for case in each.cases if not case.thorough}
+        assert ours == usual or not usual, f"{name} is left to --thorough for a stage"
         assert ours and all(cases_on(each, size, engine) for engine in ours), name
 
 
