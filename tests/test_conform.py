@@ -1,11 +1,10 @@
 """`conform` on engines of files: one that is right, and others that are wrong, refuse, crash, or hang."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
+import forked
 import pytest
 
 from harness.properties.conform import (
@@ -34,7 +33,7 @@ ENGINES = {
 }
 
 
-def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
+def conform(tmp_path, *names: str):
     """Engines of files on one property: a start of ranks for each, so a test asks no more than it needs."""
     files = {name: tmp_path / f"{name}.py" for name in names}
     for name, file in files.items():
@@ -42,8 +41,7 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
         assert old in LISTING
         file.write_text(LISTING.replace(old, new))
     words = [*map(str, files.values()), "2", "--only", "a_step_on_integers", "--json", str(tmp_path / "found.json")]
-    environment = os.environ | {"PYTHON": python, "ZERO_TIMEOUT": "3"}
-    run = subprocess.run(["./launch.sh", "conform", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = forked.launch("conform", *words, ZERO_TIMEOUT="3")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["versions"] == versions() and found["ranks"] == 2 and list(found["engines"]) == [*names]
     for name in names:
@@ -55,13 +53,13 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
     return run
 
 
-def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(quick_python, tmp_path):
-    run = conform(quick_python, tmp_path, "sums", "dies", "trips", "parts")
+def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(tmp_path):
+    run = conform(tmp_path, "sums", "dies", "trips", "parts")
     assert run.returncode == 1, run.stdout + run.stderr
 
 
-def test_right_and_refused_engines_end_it_with_status_0(quick_python, tmp_path):
-    run = conform(quick_python, tmp_path, "fine", "refuses")
+def test_right_and_refused_engines_end_it_with_status_0(tmp_path):
+    run = conform(tmp_path, "fine", "refuses")
     assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -437,9 +437,8 @@ def what_one_rank_cannot_write_nobody_has(engine):
         train(trained, [1])
         with (
             files_of_at_most(2_000) if rank == 1 else contextlib.nullcontext(),
-            warnings.catch_warnings(record=True) as warned,
+            warnings.catch_warnings(record=True, action="always") as warned,
         ):
-            warnings.simplefilter("always")
             for each in (save_in_background, save):  # the thread warns a moment after its future has its error
                 with refused("rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError) as why:
                     each()

@@ -195,10 +195,8 @@ def interrupted(pair: Pair, module: nn.Module) -> None:
         asked.append(module)
         raise KeyboardInterrupt
 
-    hook = module.register_forward_pre_hook(press)
-    with contextlib.suppress(KeyboardInterrupt):
+    with module.register_forward_pre_hook(press), contextlib.suppress(KeyboardInterrupt):
         pair.alone()
-    hook.remove()
     same("how often it is interrupted", len(asked), 1)
 
 
