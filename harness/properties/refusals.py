@@ -71,10 +71,7 @@ def constructions(model: nn.Module) -> list[tuple]:
 
 def all_of(model: nn.Module):
     """The objects, how many hooks they have, and their values."""
-    params = {
-        name: (id(p), type(p), len(vars(p)), bool(p._post_accumulate_grad_hooks))
-        for name, p in model.named_parameters()
-    }
+    params = {name: (id(param), type(param), len(vars(param))) for name, param in model.named_parameters()}
     return params, hooks_on(model), {name: value.tolist() for name, value in model.state_dict().items()}
 
 
