@@ -45,9 +45,11 @@ def hooks_find_weights_and_gradients(engine, late=True, **options):
         return hook
 
     def register(when, first):
-        for module, name in ((model.blocks[1], "blocks.1.up.weight"), (model, "head.weight")):
-            module.register_forward_pre_hook(noting(name, f"before the forward, {when}"), prepend=first)
-            module.register_forward_hook(noting(name, f"behind the forward, {when}"), prepend=not first)
+        unit, root = "blocks.1.up.weight", "head.weight"
+        model.blocks[1].register_forward_pre_hook(noting(unit, f"before the unit's forward, {when}"), prepend=first)
+        model.blocks[1].register_forward_hook(noting(unit, f"behind the unit's forward, {when}"), prepend=not first)
+        model.register_forward_pre_hook(noting(root, f"before the model's forward, {when}"))
+        model.register_forward_hook(noting(root, f"behind the model's forward, {when}"))
         for name in trainable:
             model.get_parameter(name).register_post_accumulate_grad_hook(noting(name, when, gradient_of))
 
