@@ -84,11 +84,11 @@ class Recorder:
         self.copies = True  # of what is sent
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, expected=None) -> None:
         """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
         self.issued: list[Issued] = []
         self.most = Counter()  # kind -> how many were in flight at once, since somebody emptied it
-        self.expected = None
+        self.expected = expected
 
     def count_in_flight(self, kind: str) -> None:
         now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)

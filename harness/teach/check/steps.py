@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from harness.properties.property import Differs
 from harness.run import process_group, ranks
 from harness.teach.check import cases
-from harness.teach.check.difference import Comparison, Runs
+from harness.teach.check.difference import Comparison, Run
 from harness.teach.check.module import Broken, Missing, chapter, load
 from harness.teach.check.recorder import Recorder
 from harness.teach.check.tasks import judge
@@ -52,21 +51,22 @@ def checks_of(name: str) -> list[Check]:
 
 def try_case(name: str, theirs, check: Check, case: cases.Case, recorder: Recorder) -> None:
     """Raises what `theirs`, the student's module, does otherwise than the chapter in this case, or than a target."""
-    exercise = EXERCISES[name]
-    engine, whole = exercise.engine, f"{exercise.engine}.training_step"
+    exercise, blank = EXERCISES[name], check.blank
     if check.target:
-        return judge(exercise, check.target, getattr(theirs, engine), recorder, case.seed)
+        return judge(exercise, check.target, getattr(theirs, exercise.engine), recorder, case.seed)
+    whole = f"{exercise.engine}.training_step"
     seen = cases.groups_of(dist.group.WORLD).seen
     if (name, case) not in seen:  # once, whichever blank is compared with it
-        watched = [whole, *(blank.where for blank in exercise.blanks)]
-        right = Runs(case, recorder, watched).run(chapter(name), engine)
+        right = Run(case, [whole, *(each.where for each in exercise.blanks)])
+        right.train(recorder, chapter(name), exercise.engine)
         if right.ended:
             raise right.ended
         seen[name, case] = right
-    comparison = Comparison(check.blank.where if check.blank else whole, case)
-    right = seen[name, case]
-    asked = partial(comparison.expected, right)
-    comparison.compare(right, Runs(case, recorder, [comparison.where]).run(theirs, engine, asked))
+    where = blank.where if blank else whole
+    wrong = Run(case, [where])
+    comparison = Comparison(where, seen[name, case], wrong)
+    wrong.train(recorder, theirs, exercise.engine, comparison.expected)
+    comparison.compare()
 
 
 def try_check(name: str, check: Check, recorder: Recorder, folder: str, item: str, seconds: float, seed: int) -> dict:
