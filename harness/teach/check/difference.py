@@ -70,10 +70,10 @@ class Run:
             if self.case.memory:
                 stack.enter_context(memory)
             try:
-                self.case.act(getattr(module, engine), self.case)
+                self.case.act(getattr(module, engine), self.case, **self.case.given)
             except Exception as error:
-                right = isinstance(error, self.case.expects) and not isinstance(error, NotImplementedError)
-                if right and not process_group.lost(str(error)):
+                refused = self.case.refused and isinstance(error, RuntimeError)
+                if refused and not isinstance(error, NotImplementedError) and not process_group.lost(str(error)):
                     self.raised = type(error).__name__
                 else:
                     self.ended = error  # what has differed before may be why
