@@ -98,7 +98,7 @@ def test_the_table_for_github():
     assert lines[:2] == ["<details>", f"<summary><b>{SCALING}</b>: 1 claim: 1 holds</summary>"]
     assert "| a\\|b | c | 8 at once, 5.432 in parts, 2 alone | **holds** |" in lines
     assert lines[-3].endswith("| **does not hold** |")
-    assert all(len(line) <= 110 for line in text(rows).splitlines())
+    assert all(len(line) <= 120 for line in text(rows).splitlines())
     assert counts(rows[1:] * 2) == "4 claims: 2 hold under a condition, 2 do not hold"
 
 

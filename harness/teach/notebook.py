@@ -41,7 +41,7 @@ def run(line: str) -> str:
     environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
     environment["PYTHON"] = sys.executable
     streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    say(f"$ {line}", indent="      ")
+    say(f"$  {line}")
     printed, began, dots = [], time.monotonic(), 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         # It ends also when the reader interrupts the kernel.
@@ -67,13 +67,9 @@ def memory(arguments: str) -> dict:
     return memory_command.measure_all(options)
 
 
-def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:
-    """Print `text`; lines that are longer than `columns` are broken, and go on with `indent` more."""
-    for line in text.splitlines():
-        deeper = " " * (len(line) - len(line.lstrip())) + indent
-        broken = textwrap.wrap(line, columns, subsequent_indent=deeper, break_long_words=False,
-                               break_on_hyphens=False, drop_whitespace=len(line) > columns)  # fmt: skip
-        print("\n".join(broken) if len(line) > columns else line, flush=True)
+def say(text: str) -> None:
+    """Print `text` in lines that a notebook shows without scrolling."""
+    print(tables.wrapped(text, COLUMNS), flush=True)
 
 
 def table(columns: list[str], rows: list[list]) -> None:

@@ -9,9 +9,7 @@ import contextlib
 import io
 import itertools
 import os
-import re
 import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -47,13 +45,13 @@ def merge(verdicts: list[dict]) -> dict:
     return {**verdicts[worst], "rank": worst if alone else None, "others": others}
 
 
-def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list[str]:
+def words_of(check: Check, verdict: dict, shown: str, source: list[str]) -> str:
     """What the report says about one step."""
     status, loading = verdict["status"], verdict.get("loading")
     sign = "HANGS" if verdict.get("error", "").startswith("hangs") else SIGNS[status]
     lines = [f"{sign:<9} {'the file itself, before any step' if loading else check.title}"]
     if status == "passed":
-        return lines
+        return lines[0]
     rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
     at = f", {verdict['at']}" if verdict.get("at") else ""
     if status == "open":
@@ -69,11 +67,12 @@ def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list
     if " waits in " in " ".join(lines):
         said = "Collectives match by their order alone: every rank must issue the same ones, in the same order."
         lines.append(f"  {said}")
-    lines += [] if loading else [f"  read      {check.read}"]
-    return [text for line in lines for text in _wrapped(line)]
+    if not loading:
+        lines.append(f"  read      {check.read}")
+    return tables.wrapped("\n".join(lines))
 
 
-def next_hints(check: Check, text: str, many: int) -> list[str]:
+def next_hints(check: Check, text: str, many: int) -> str:
     """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
     hints = check.blank.hints if check.blank else ()
     words = " ".join(text.replace("#", " ").split())  # however its lines are broken
@@ -81,13 +80,10 @@ def next_hints(check: Check, text: str, many: int) -> list[str]:
     lines = [f"hint      {hint}" for hint in hints[:many]]
     if hints[many:]:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
-    none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
-    return [part for line in lines or [f"hint      {none}; read {check.read}"] for part in _wrapped(line)]
-
-
-def _wrapped(line: str) -> list[str]:
-    indent = re.match(r" *(expected  |found     |read      |hint      )?", line).end()
-    return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    if not hints:
+        none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
+        lines = [f"hint      {none}; read {check.read}"]
+    return tables.wrapped("\n".join(lines))
 
 
 class Report:
@@ -113,7 +109,7 @@ class Report:
         """All ranks' verdicts on the next step."""
         check, verdict = self.checks[len(self.verdicts)], merge(verdicts)
         self.verdicts.append(verdict)
-        print("\n".join(lines_of(check, verdict, self.shown, self.source)), flush=True)
+        print(words_of(check, verdict, self.shown, self.source), flush=True)
 
     def as_json(self, name: str) -> dict:
         """For who collects points: one for each check, with what was expected and found."""
@@ -169,7 +165,7 @@ def tell_rest(report: Report, name: str, hints: int) -> None:
     print(f"\n{said}.")
     failed = next(place for place, verdict in enumerate(report.verdicts) if verdict["status"] != "passed")
     if hints:
-        print("\n".join(next_hints(report.checks[failed], "\n".join(report.source), hints)))
+        print(next_hints(report.checks[failed], "\n".join(report.source), hints))
     if len(report.verdicts) < len(report.checks):
         print(f"then      {report.checks[-1].title}")
 

@@ -11,7 +11,6 @@ import argparse
 import gc
 import math
 import sys
-import textwrap
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -183,7 +182,7 @@ def told(exhibit: Exhibit, asked: str) -> str:
     }
     lines = [f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", ""]
     for part in (f"The symptom: {exhibit.symptom}.", *parts[asked]):
-        lines.append(textwrap.fill(part, 100, break_on_hyphens=False))
+        lines.append(tables.wrapped(part))
     if asked != "answer":
         following = "hint" if asked == "clue" else "answer"
         lines += ["", f"And if that does not help: ./launch.sh bug {exhibit.number} --{following}"]
