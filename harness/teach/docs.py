@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
-from harness.teach import articles, changes
+from harness.teach import articles, changes, written
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
 
@@ -40,7 +39,7 @@ BLOCK = re.compile(
 
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 MEMORY = "memory-7b-8ranks.json"
-SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SHOWN = written.beside(__file__)
 
 
 def result(name: str):

@@ -77,19 +77,14 @@ def table(columns: list[str], rows: list[list]) -> None:
     print("\n".join(tables.text([columns, *([str(cell) for cell in row] for row in rows)], rule=False)))
 
 
-def source(*things) -> None:
-    """Print the code of functions or classes of the project, as it stands in its files."""
+def solution(task: str, *things) -> None:
+    """Print the code of the project's own way of a practice task, once the reader has tried the task."""
+    if task not in practice.TRIED:
+        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
+        return
     for thing in things:
         print(f"# {Path(inspect.getsourcefile(thing)).relative_to(ROOT)}, line {inspect.getsourcelines(thing)[1]}")
         print(textwrap.dedent(inspect.getsource(thing)))
-
-
-def solution(task: str, *things) -> None:
-    """The project's own way of a practice task, as `source` prints it: once the reader has tried the task."""
-    if task in practice.TRIED:
-        source(*things)
-    else:
-        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
 
 
 def part(text: str, first: str, last: str) -> str:

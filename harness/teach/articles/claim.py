@@ -1,12 +1,12 @@
 """What a claim is, which articles there are, and what gives a verdict. The words stand in claims.toml."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from operator import attrgetter
-from pathlib import Path
 from types import ModuleType
+
+from harness.teach import written
 
 ARTICLES = {
     "multiple_gpus": "AI in Multiple GPUs: ZeRO & FSDP",
@@ -73,11 +73,11 @@ class Claim:
         return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
 
-def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
-    """The claims of a file, article by article; `run` is the name of a function in a module that `runs` has."""
-    written, claims = tomllib.loads(file.read_text()), []
+def claims_beside(file: str, runs: ModuleType) -> list[Claim]:
+    """Those of claims.toml, article by article; `run` is the name of a function in a module that `runs` has."""
+    rows, claims = written.beside(file, "claims"), []
     for key, title in ARTICLES.items():
-        for row in written.get(key, ()):
+        for row in rows.get(key, ()):
             run = attrgetter(row["run"])(runs)
             claims.append(Claim(**{**row, "article": title, "run": run}))
     return claims

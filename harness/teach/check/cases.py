@@ -2,14 +2,12 @@
 
 import functools
 import math
-import tomllib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.properties import fixtures
+from harness.teach import written
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
 WAIT = timedelta(seconds=20)  # for another rank, in a collective
@@ -182,8 +181,8 @@ def count_bytes(cls, case: Case) -> None:
 @functools.cache
 def seeded_cases(seed: int) -> list[Case]:
     """What cases.toml has, each once."""
-    written = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["case"]
-    return [Case(**{**row, "act": globals()[row["act"]], "seed": seed}) for row in written]
+    rows = written.beside(__file__)["case"]
+    return [Case(**{**row, "act": globals()[row["act"]], "seed": seed}) for row in rows]
 
 
 def cases_of(name: str, where: str | None, seed: int = 0) -> list[Case]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.measure.held import tensor_leaves
 from harness.properties.overlap import replaced
 
-KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")  # the others' names begin so
 COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
                "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
                "all_gather_object", "broadcast_object_list")  # fmt: skip
@@ -40,7 +40,7 @@ class Issued:
 
     @property
     def kind(self) -> str:
-        return next((kind for start, kind in KINDS.items() if self.name.startswith(start)), self.name)
+        return next((kind.replace("_", "-") for kind in KINDS if self.name.startswith(kind)), self.name)
 
     @property
     def what(self) -> str:
@@ -123,13 +123,14 @@ class Recorder:
 
     def _call(self, name, real, *args, **kwargs):
         given = signature(real).bind(*args, **kwargs).arguments
-        nbytes = max(sum(tensor.nbytes for tensor in tensor_leaves([value])) for value in (None, *given.values()))
-        inputs, outputs = [], []
+        nbytes, inputs, outputs = 0, [], []
         for key, value in given.items():
+            tensors = tensor_leaves([value])
+            nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensors))
             if key == "tensor" or key.startswith("input"):
-                inputs += tensor_leaves([value])
+                inputs += tensors
             elif key == "tensor_list" or key.startswith("output"):
-                outputs += tensor_leaves([value])
+                outputs += tensors
         outputs += inputs if name in IN_PLACE else []
         places = {tensor.untyped_storage()._cdata for tensor in outputs}
         copy = None

@@ -7,7 +7,6 @@ import faulthandler
 import os
 import re
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from harness.properties.property import Differs
 from harness.run import process_group, ranks
+from harness.teach import written
 from harness.teach.check import cases
 from harness.teach.check.difference import Comparison, Run
 from harness.teach.check.module import Broken, Missing, chapter, load
@@ -25,7 +25,7 @@ from harness.teach.check.recorder import Recorder
 from harness.teach.check.tasks import judge
 from harness.teach.exercise import EXERCISES, ROOT, Blank, Target
 
-ERRORS = tomllib.loads(Path(__file__).with_name("errors.toml").read_text())["error"]
+ERRORS = written.beside(__file__, "errors")["error"]
 
 
 @dataclass(frozen=True)
