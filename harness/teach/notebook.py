@@ -38,8 +38,8 @@ def run(line: str) -> str:
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
-    environment["PYTHON"] = sys.executable
+    environment = ranks.environment(PYTHON=sys.executable)
+    environment.pop("MPLBACKEND", None)
     streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     say(f"$  {line}")
     printed, began, dots = [], time.monotonic(), 0

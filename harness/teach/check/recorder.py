@@ -1,11 +1,13 @@
 """Writes down the collectives of a run, when they were waited for, and whether their input stayed as it was."""
 
+import contextlib
 import inspect
 import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -78,9 +80,9 @@ class Recorder:
     of the last of them, which is also written to `note`: for whoever finds this rank dead.
     """
 
-    def __init__(self, file: str = "", note=None):
+    def __init__(self, file: str, note: Path):
         self.file, self.count, self.last = file, 0, ""
-        self._note = None if note is None else open(note, "w")  # noqa: SIM115  as long as this rank lives
+        self._note = open(note, "w")  # noqa: SIM115  as long as this rank lives
         self.copies = True  # of what is sent
         self.forget()
 
@@ -94,23 +96,22 @@ class Recorder:
         now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)
         self.most[kind] = max(self.most[kind], now)
 
-    def __enter__(self):
-        here = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-        self._replaced = replaced(**{name: partial(self._call, name, real) for name, real in here.items()})
-        self._replaced.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        self._replaced.__exit__(*exception)
+    @contextlib.contextmanager
+    def recording(self):
+        functions = {}
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                functions[name] = partial(self._call, name, getattr(dist, name))
+        with replaced(**functions):
+            yield
 
     def enter(self, what: str) -> None:
         """This rank issues that collective, or waits for it."""
         self.count += 1
         self.last = what
-        if self._note is not None:
-            self._note.seek(0)
-            self._note.write(f"{what[:200]:<200}")
-            self._note.flush()
+        self._note.seek(0)
+        self._note.write(f"{what[:200]:<200}")
+        self._note.flush()
 
     def line(self) -> str:
         """`, issued in line 7`: where in the file the innermost of this function's callers stands that is there."""

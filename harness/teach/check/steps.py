@@ -109,7 +109,7 @@ class Examination:
 def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: float = 60, seed: int = 0) -> None:
     """Try these checks on this rank. When the ranks have parted no other is tried."""
     examination = Examination(name, file, folder, seconds, seed)
-    with examination.recorder:
+    with examination.recorder.recording():
         for number in numbers:
             verdict = examination.try_check(checks_of(name)[number], number)
             if parted(examination.tell(number, verdict)):
