@@ -43,13 +43,6 @@ def printed_zero1():
     return [attempt(last_update, numel) for numel in (12, 10)]
 
 
-def shards_without_padding():
-    """A collective needs equal shards."""
-    found = [shards_of(numel) for numel in (16, 10, 5)]
-    even, *uneven = (len(set(sizes)) == 1 for sizes in found)
-    return found, even, any(uneven)
-
-
 class FreedByAssignment:
     """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard."""
 
@@ -105,14 +98,7 @@ def printed_zero3_trains():
     ]
 
 
-# FSDP's names and wrappers.
-
-
-def imports(lines: list[str]):
-    """Whether each import line works in this torch."""
-    ends = [attempt(exec, line, {}) for line in lines]
-    failed = [end for end in ends if end != "runs"]
-    return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"]
+# FSDP's wrappers.
 
 
 def layers_sharded() -> nn.Module:
