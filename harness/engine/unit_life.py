@@ -7,6 +7,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
@@ -507,7 +508,7 @@ class ZeRO3Engine(UnitLife):
         """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
         if backward_now() is not None and self.backward_number is not None:  # a part of a unit runs again
             self.notice_backward()
-            self.gather(unit)
+            self.gather_meanwhile(unit)
             return True
         if not self.in_forward:
             return False
@@ -521,8 +522,17 @@ class ZeRO3Engine(UnitLife):
                 stacklevel=8,  # past `not_compiled`, which is on the way twice
             )
         self.lent.add(unit)
-        self.gather(unit)
+        self.gather_meanwhile(unit)
         return True
+
+    def gather_meanwhile(self, unit) -> None:
+        """Gather `unit` in the middle of whatever uses it: torch.compile, perhaps, which asks for weights as it traces.
+
+        While it traces, torch keeps Python's lock through each operation, collectives too. gloo's thread has a lock of
+        its own, which a collective wants, and may wait for Python's to drop the collective before: both for ever.
+        """
+        with no_python_dispatcher():  # which is what keeps Python's lock
+            self.gather(unit)
 
     def free_after_forward(self, unit) -> None:
         if unit not in self.lent:

@@ -29,21 +29,24 @@ from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from harness.engine import checkpoint
+from harness.engine.all_or_none import all_or_none
 from harness.engine.checkpoint import contents, files
 from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
     EXACT,
     SGD,
+    Keeping,
     OddModel,
     all_params,
     grid,
     in_float64,
-    of_output,
     pieces_of,
+    plain_step,
     seeded,
     stack,
     token_batch,
+    trained_params,
     vector_batch,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
@@ -82,7 +85,7 @@ OPTIONS = {  # of a group: nested, or numpy's
 }
 
 
-class Zoo(OddModel):
+class Zoo(OddModel, Keeping):
     """All that a checkpoint must carry: uneven, tied, frozen, unused and empty parameters, buffers, 3 dimensions.
 
     And what a module keeps besides tensors.
@@ -103,12 +106,6 @@ class Zoo(OddModel):
         self.head.weight = self.embedding.weight
         self.kept = {"sums": {"a": 0.5}, "seen": [1]}
 
-    def get_extra_state(self):
-        return self.kept
-
-    def set_extra_state(self, state):
-        self.kept = state
-
     def forward(self, tokens):
         x = self.embedding(tokens).mean(1) * self.frozen
         x = x + (self.shift * self.table).to(x.dtype)
@@ -120,7 +117,7 @@ class Zoo(OddModel):
 
 
 def decayed_groups(model) -> list[dict]:
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trained = trained_params(model)
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": 0.003},
@@ -256,12 +253,6 @@ def a_checkpoint_travels(engine, journey):
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items() if param.numel() else ():
             same(f"{key} of {name} at the end", found[name, key], value, EXACT)
-
-
-def plain_step(model, optimizer, step: int) -> None:
-    of_output(model, *token_batch(step, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def state_by_torch(model, optimizer) -> dict:
@@ -474,9 +465,8 @@ def what_one_rank_cannot_write_nobody_has(engine):
         said += why
         with refused("rank 0: ") as why:
             save("file")
-        words = [None] * engine.size
-        dist.all_gather_object(words, said + why)
-        same("what the ranks say", words, [said + why] * len(words))
+        words = all_or_none(lambda: said + why, None)
+        same("what the ranks say", words, [said + why] * engine.size)
         same("what is left", names_in(folder / "full") + names_in(folder / "unread"), [])
 
 

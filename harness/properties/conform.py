@@ -87,16 +87,20 @@ def outcome(name: str, engine: str, size: int) -> dict:
     cases = cases_on(each, size, engine)
     if not cases:
         says = "the chapter does not promise it" if engine in CHAPTERS else f"it is of {', '.join(each.engines)} alone"
-        return {"outcome": "not applicable", "says": says}
+        return verdict("not applicable", says)
     for case in cases:
-        found.append(dict(zip(("outcome", "says"), _of_case(name, engine, case))))
+        found.append(_of_case(name, engine, case))
         if found[-1]["outcome"] in OVER:
             break
     return worst(found)
 
 
+def verdict(outcome: str, says: str) -> dict:
+    return {"outcome": outcome, "says": says}
+
+
 def worst(verdicts: list[dict]) -> dict:
-    return min(verdicts, key=lambda verdict: WORST.index(verdict["outcome"]))
+    return min(verdicts, key=lambda each: WORST.index(each["outcome"]))
 
 
 def cases_on(each, size: int, engine: str) -> list[dict]:
@@ -113,15 +117,15 @@ def size_of(each, wanted: int) -> int:
     return wanted if wanted in sizes else sizes[0]
 
 
-def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
+def _of_case(name: str, engine: str, case: dict) -> dict:
     try:
         findings = examine(name, subject(engine), case)
     except NotApplicable as reason:
-        return "not applicable", str(reason)
+        return verdict("not applicable", str(reason))
     except Exception as error:
         said = f"{type(error).__name__}: {error}".strip()
         if process_group.lost(said):
-            return "hang", said.splitlines()[0]
+            return verdict("hang", said.splitlines()[0])
         # A RuntimeError comes out of torch's C++, which has no line. Others of a property's own line are no words.
         last, file = traceback.extract_tb(error.__traceback__)[-1], file_of(engine)
         ours = Path(last.filename).parent == HERE
@@ -129,8 +133,8 @@ def _of_case(name: str, engine: str, case: dict) -> tuple[str, str]:
         if file:  # somebody must have written the error: of torch's operations it is an accident, too
             own = Path(last.filename).resolve() == Path(file).resolve()
             words = words and last.line.startswith("raise") and (own or not isinstance(error, ACCIDENTS))
-        return ("refused" if words else "crash"), said
-    return ("wrong", f"{findings[0]}\n  asked     {in_names(case)}") if findings else ("right", "")
+        return verdict("refused" if words else "crash", said)
+    return verdict("wrong", f"{findings[0]}\n  asked     {in_names(case)}") if findings else verdict("right", "")
 
 
 def file_of(engine: str) -> str | None:
@@ -162,8 +166,7 @@ def on_ranks(engine: str, file: str, names: str, folder: str) -> None:
     torch.set_num_threads(1)
     for name in names.split(","):
         torch.manual_seed(1000 + rank)
-        verdict = outcome(name, engine, me.world_size)
-        ranks.say(folder, name, rank, verdict)
+        ranks.say(folder, name, rank, outcome(name, engine, me.world_size))
         # One that says nothing is ended, with all others, by who has started them.
         everyone = ranks.everyone(folder, name, me.world_size, 2 * longest())
         if any(each is None or each["outcome"] in OVER for each in everyone):
@@ -200,7 +203,7 @@ def outcomes_of(engine: str, names: list[str], size: int) -> dict[str, dict]:
                 running.until = time.monotonic() + longest()
         if len(found) == began:
             says = without_places(f"its ranks have not begun: {running.last_words()}")
-            dead = {"outcome": "crash", "says": says}
+            dead = verdict("crash", says)
             tell(engine, "all", dead)
             return found | dict.fromkeys(left, dead)
         left = [name for name in names if name not in found]
@@ -209,12 +212,12 @@ def outcomes_of(engine: str, names: list[str], size: int) -> dict[str, dict]:
 
 def over_the_ranks(verdicts: list[dict]) -> dict:
     """One outcome of all ranks': the worst, and of a death what killed them."""
-    for verdict in verdicts:
-        if verdict.get("status") == "died":
-            late = "had not come to its end" in verdict["error"]
-            verdict.update(outcome="hang" if late else "crash", says=verdict["error"])
+    for each in verdicts:
+        if each.get("status") == "died":
+            late = "had not come to its end" in each["error"]
+            each |= verdict("hang" if late else "crash", each["error"])
     one = worst(verdicts)
-    return {"outcome": one["outcome"], "says": without_places(one["says"])}
+    return verdict(one["outcome"], without_places(one["says"]))
 
 
 def without_places(said: str) -> str:

@@ -5,6 +5,7 @@ import copy
 import datetime
 import io
 import time
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -25,9 +26,11 @@ from harness.properties.fixtures import (
     a_step,
     alone,
     odd,
+    of_vectors,
     own_tokens,
     seeded,
     vector_batch,
+    vectors,
 )
 from harness.properties.loops import forked
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
@@ -201,19 +204,18 @@ def a_rank_that_goes_on_after_its_own_error_is_noticed(engine):
 @stages_hold("traffic", only("zero3"))
 def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
-    x, y = vector_batch(0, engine.rank, 8, torch.float64)
     groups = []
     for _ in range(2):
-        trained = engine(seeded(lambda: Stack(3, 8)), DECAY, prefetch=0)
+        pair = Pair(engine, partial(Stack, 3, 8), DECAY, loss=of_vectors, batch=vectors(8), prefetch=0)
         for _ in range(2):
             with TrafficLedger() as traffic:  # of the second turn in the end
-                trained.training_step(x, y, F.mse_loss)
+                pair.step_alone()
                 with torch.no_grad():
-                    trained(x)
-                with trained.no_sync():
-                    F.mse_loss(trained(x), y).backward()
-                trained.training_step(x, y, F.mse_loss)
-        whole = trained.units[0].buckets[0].flat.nbytes
+                    pair.alone()
+                with pair.trained.no_sync():
+                    pair.alone().backward()
+                pair.step_alone()
+        whole = pair.trained.units[0].buckets[0].flat.nbytes
         same("bytes of the collectives", {c.whole_bytes for c in traffic.collectives}, {whole})
         groups.append(len(dist.distributed_c10d._world.pg_map))
     same("process groups with a second engine", groups[1], groups[0])

@@ -189,6 +189,16 @@ class Branches(nn.Module):
         return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
 
 
+class Keeping(nn.Module):
+    """It keeps something besides tensors, which goes into the state of the model."""
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
 def through(x, blocks):
     for block in blocks:
         x = block(x)
@@ -270,7 +280,7 @@ EXACT_LOW = {**LOW, "reduce_dtype": torch.float64}  # whose sums plain PyTorch m
 
 def a_step(trained, step: int = 0) -> None:
     """A step of an engine over an `OddModel`, on this rank's batch."""
-    trained.training_step(*own_tokens(step), F.cross_entropy)
+    trained.training_step(*own_tokens(step), in_float64)
 
 
 def odd(engine, optimizer=ADAMW, **options):
@@ -303,6 +313,17 @@ def through_a_file(thing):
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def trained_params(model) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def plain_step(model, optimizer, step: int = 0) -> None:
+    """Plain PyTorch's, on the first rank's batch."""
+    of_output(model, *token_batch(step, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def all_params(optimizer) -> list[torch.Tensor]:
@@ -422,8 +443,7 @@ class Pair:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         built = build if isinstance(build, tuple) else [seeded(build, seed, dtype, device) for _ in range(2)]
         self.plain, model = (each.to(dtype) for each in built)
-        params = [param for param in self.plain.parameters() if param.requires_grad]
-        self.optimizer = optimizer(groups(self.plain) if groups else params)
+        self.optimizer = optimizer(groups(self.plain) if groups else trained_params(self.plain))
         low = options.get("param_dtype")
         self.computes = self._rounded(low) if low else self.plain
         more = {"param_groups": groups(model)} if groups else {}
@@ -471,6 +491,12 @@ class Pair:
         for rank in range(self.size):
             losses.append(self.loss(self.computes, *self.batch(step, rank)) * scale)
             (losses[-1] / parts).backward()
+        return losses
+
+    def step_of_plain(self, step: int) -> list[torch.Tensor]:
+        losses = self.backward_of_plain(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return losses
 
     def backward_by(self, way: Callable, step: int) -> None:
@@ -552,7 +578,5 @@ class Pair:
     def nothing_gathered(self, after: str) -> None:
         """ZeRO-3 has freed all units, and the root; the chapter leaves frozen parameters whole."""
         if self.engine.like == "zero3" and not self.keeps:
-            params = list(self.model.parameters())
-            if self.engine.chapter:
-                params = [param for param in params if param.requires_grad]
+            params = trained_params(self.model) if self.engine.chapter else self.model.parameters()
             same(f"bytes of parameters that are gathered after {after}", storage_bytes(params), 0)

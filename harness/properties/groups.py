@@ -319,8 +319,7 @@ def offload_changes_nothing(engine, **options):
     scaler = scaler_of(engine, init_scale=4.0, enabled="param_dtype" in options)
     for step in range(4):
         # In the first steps both backwards send, and shards add up; in the others the first sends nothing.
-        scale = scaler.scale(torch.ones((), dtype=torch.float64))
-        pair.backward(2 * step, scale=scale, quiet=step > 1)
+        pair.backward(2 * step, scale=scaler.get_scale(), quiet=step > 1)
         pair.scaled_step(2 * step + 1, scaler, 0.5)
         if step == 1:  # saved from the host, loaded into an engine without offload, and back onto the host
             other = engine(seeded(PartlyFrozen, seed=5), ADAMW, **options)

@@ -101,9 +101,11 @@ class PassesOn(nn.Module):
         self.shift, self.head = nn.Parameter(torch.randn(5)), nn.Linear(5, 3)
 
     def forward(self, tokens, leaf):
-        first, leaf, shift = self.tables[0](tokens, leaf, self.shift)
-        second, leaf, shift = self.tables[1](10 - tokens, leaf, shift)
-        return self.head(torch.tanh(first + second + leaf).mean(1) + shift), leaf, self.shift
+        x, shift = 0, self.shift
+        for table in self.tables:
+            found, leaf, shift = table(tokens, leaf, shift)
+            x = x + found
+        return self.head(torch.tanh(x + leaf).mean(1) + shift), leaf, self.shift
 
 
 @holds("life", ask(), ask(find_unused=True))

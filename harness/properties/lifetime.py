@@ -19,12 +19,12 @@ from harness.properties.fixtures import (
     Twice,
     a_step,
     hooks_on,
-    in_float64,
     odd,
     of_output,
     own_tokens,
     seeded,
     through_a_file,
+    trained_params,
     vector_batch,
 )
 from harness.properties.property import (
@@ -162,7 +162,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
             plain = type(param) is nn.Parameter and param.grad is None and param.requires_grad == own.requires_grad
             assert plain and marked, "the copy's parameter is no plain one"
         # The copy trains by itself, with torch's own tools, and the engine's model does not notice.
-        optimizer = SGD([param for param in twin.parameters() if param.requires_grad])
+        optimizer = SGD(trained_params(twin))
         of_output(twin, tokens, targets).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 1e9) > 0
         optimizer.step()
@@ -172,7 +172,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
         if mixed:  # a copy is plain: moved to float32 it computes in float32
             same("the dtype that the moved copy computes in", twin.float()(tokens).dtype, torch.float32)
         else:  # it may have an engine of its own
-            engine(twin, MOMENTUM).training_step(tokens, targets, in_float64)
+            a_step(engine(twin, MOMENTUM), 3)
     pair.alike(1)
 
 

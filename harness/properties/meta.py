@@ -16,9 +16,8 @@ from harness.properties.fixtures import (
     OddBlock,
     OddModel,
     Pair,
+    a_step,
     byte_batch,
-    in_float64,
-    own_tokens,
     pieces_of,
     seeded,
     silent_group,
@@ -158,7 +157,7 @@ def init_fn_fills_what_is_on_meta(engine):
         engine(whole, ADAMW, init_fn=raises)
     same("names on meta after the error", names_on_meta(whole), missing)
     assert whole.blocks[1].up.weight is weight and type(weight) is nn.Parameter and weight.requires_grad
-    engine(whole, ADAMW, init_fn=fills).training_step(*own_tokens(0), in_float64)
+    a_step(engine(whole, ADAMW, init_fn=fills))
     names.clear()
     model, other = (seeded(OddModel, dtype=torch.float32) for _ in range(2))
     model.blocks[1] = on_meta(Counting)
@@ -173,7 +172,7 @@ def init_fn_fills_what_is_on_meta(engine):
     filled["blocks.1.up.count"] = filled["blocks.1.count"]
     expected = other.state_dict() | filled
     same("the weights", state, {name: expected[name] for name in state})
-    trained.training_step(*own_tokens(0), in_float64)
+    a_step(trained)
     trained.load_full_state_dict(state)
 
 

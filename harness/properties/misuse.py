@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from harness.engine import checkpoint
+from harness.engine.all_or_none import all_or_none
 from harness.engine.state import swapped
 from harness.properties.fixtures import (
     ADAMW,
@@ -288,8 +288,7 @@ def optimizer_state_that_does_not_fit_is_refused(engine):
     """State of other ranks, another stage or layout, or of no engine is refused; what fits goes on as the old one."""
     pair = Pair(engine, OddModel, ADAMW)
     pair.alike()
-    everyone = [None] * pair.size
-    dist.all_gather_object(everyone, pair.trained.optimizer.state_dict())
+    everyone = all_or_none(pair.trained.optimizer.state_dict, None)
     for optimizer in (
         odd(engine, group=alone()).optimizer,
         odd(engine.another()).optimizer,
@@ -390,19 +389,22 @@ def load_a_part(model, _):
     "misuse",
     *ask_each("write", (clamp, clamp_data)),
     *ask_each("write", (fill_a_part, initialize, load), ("zero1", "zero2")),
+    ask(write=clamp, **OFFLOAD),
     only(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
     *ask_each("write", (fill_a_part, load_a_part), ("zero1", "zero2"), **EXACT_LOW),
-    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **OFFLOAD),
-    *ask_each("write", (clamp, initialize, load), asks=ask_thorough, **EXACT_LOW),
+    *ask_each("write", (initialize, load), asks=ask_thorough, **OFFLOAD),
+    *ask_each("write", (clamp, clamp_data, initialize, load), asks=ask_thorough, **EXACT_LOW),
 )
 def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     """Weights that are written between two steps count, as in plain PyTorch; where they would be lost it is said.
 
-    They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload.
+    They would be where shards have memory of their own: in ZeRO-3, in mixed precision and in offload. There nobody
+    gets or saves the old ones in silence, until they are loaded.
     """
     pair = Pair(engine, **options)
     pair.train(1)
-    before, kept = pair.trained.full_state_dict(), not options and engine.like != "zero3"
+    trained, kept = pair.trained, not options and engine.like != "zero3"
+    before = trained.full_state_dict()
     name = "load" if write in (load, load_a_part) else "head.weight"
     refused_or_right(pair, kept, write, name, "full_state_dict(")
     if kept or engine.foreign:
@@ -410,26 +412,13 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     if engine.like != "zero3":  # whole weights are not gathered before the next step, so they are still wrong
         with refused("full_state_dict(", error=RuntimeError):
             pair.alone(0)
-        pair.trained.load_full_state_dict(before)
-    same("the weights after the refusal", pair.trained.full_state_dict(), before)
-    pair.step_alone()
-
-
-@stages_hold(
-    "misuse",
-    ask(write=clamp, **OFFLOAD),
-    ask(("zero1", "zero2"), write=clamp_data, **OFFLOAD),
-    ask_thorough(write=clamp_data, **EXACT_LOW),
-)
-def what_would_be_lost_is_not_given_out(engine, write, **options):
-    """Weights that were written past the shards, and no forward since: nobody gets or saves the old ones in silence."""
-    pair = Pair(engine, **options)
-    trained, before = pair.trained, pair.trained.full_state_dict()
+        trained.load_full_state_dict(before)
+    same("the weights after the refusal", trained.full_state_dict(), before)
     with shared_folder() as folder:
         save = partial(checkpoint.save, trained, folder)
         for take in (trained.full_state_dict, save, trained.step, trained.close):
             pair.alone(0).backward()
-            with refused("'head.weight'", error=RuntimeError):
+            with refused("'head.weight'" if write in (clamp, clamp_data) else "head.", error=RuntimeError):
                 write(trained.model, None)
                 take()
             trained.zero_grad()

@@ -499,6 +499,13 @@ AWKWARD = {
 PATHS = LOSSES | OUTPUTS | GRADIENTS | SAVED | OUTSIDE | COMPILED | AWKWARD
 
 
+def without_lock(gather, *args, **options):
+    """An all-gather that keeps Python's lock, as torch does while it traces, may wait for who waits for the lock."""
+    python = torch._C.DispatchKey.PythonDispatcher
+    same("an all-gather keeps Python's lock", torch._C._dispatch_tls_is_dispatch_key_included(python), False)
+    return gather(*args, **options)
+
+
 def follow(engine, path: str, late: bool = False, **options) -> None:
     """Three steps with an evaluation in between equal those of plain PyTorch, late collectives or not.
 
@@ -518,7 +525,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     pair = Pair(engine, path.build, loss=loss, batch=path.batch, dtype=path.dtype, atol=path.atol, **options)
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
-            gather = mock.patch.object(zero1, "all_gather", wraps=zero1.all_gather)
+            gather = mock.patch.object(zero1, "all_gather", wraps=partial(without_lock, zero1.all_gather))
             with warnings.catch_warnings(record=True) as caught, gather as gathers:
                 warnings.simplefilter("always")
                 pair.keeps = path.keeps  # a graph that backward built may be gone through once more

@@ -125,12 +125,6 @@ def states_stay_float32_in_mixed_precision(engine, own_units=False):
     weight = after["blocks.0.weight"]
     kept = (weight != weight.to(BF16).float()).float().mean().item()
     expect(kept > 0.9, "the share of weights that are no bfloat16 numbers", "above 0.9", kept)
-    # And the way back in: the same weights, and the same operations on them.
-    fresh = engine(seeded(Mixed, 1, FP32), ADAMW, param_dtype=BF16)
-    fresh.load_full_state_dict(after)
-    same("the state after loading", fresh.full_state_dict(), after)
-    found, expected = (each(Frozen(tokens, batch), extra=extra)["logits"] for each in (fresh, trained))
-    same("the outputs after loading", found, expected)
 
 
 # Means over ranks: rounded once, and in the range of their dtype.
@@ -261,7 +255,7 @@ def a_loss_scaler_is_called_in_order(engine, enabled):
         pair.scaled_step(step, scaler, 0.1)
     pair.same_weights()
     if enabled:
-        pair.backward(2, scale=scaler.scale(torch.ones((), dtype=FP64)))
+        pair.backward(2, scale=scaler.get_scale())
         scaler.unscale_(pair.trained)
         with refused("update()", error=RuntimeError):
             scaler.unscale_(pair.trained)

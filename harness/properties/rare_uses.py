@@ -133,9 +133,7 @@ def compiled_step(of: Callable, pair: Pair) -> None:
     torch.compiler.reset()
     step = of(pair.trained)
     for number in range(3):
-        pair.backward_of_plain(number)
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        pair.step_of_plain(number)
         step(*pair.batch(number, pair.rank))
     pair.same_weights()
 

@@ -16,9 +16,9 @@ from harness.properties.fixtures import (
     all_params,
     hooks_on,
     odd,
-    of_output,
+    plain_step,
     seeded,
-    token_batch,
+    trained_params,
 )
 from harness.properties.property import ask, ask_thorough, refused, same, stages_hold
 from harness.properties.values import three_groups
@@ -89,10 +89,7 @@ def constructions_that_cannot_work_are_refused(engine):
             same("the model after the refusal", all_of(model), before)
     plain = seeded(OddModel)
     for module in (plain, model):  # trained by plain PyTorch first, and then by an engine
-        optimizer = ADAMW([param for param in module.parameters() if param.requires_grad])
-        of_output(module, *token_batch(0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(module, ADAMW(trained_params(module)))
     pair = Pair(engine, (plain, model))
     pair.alike()
     with refused("sharded by another engine"):

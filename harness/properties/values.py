@@ -45,20 +45,24 @@ from harness.properties.property import (
 )
 from harness.run.model import next_token_loss
 
-ZERO12 = ("zero1", "zero2")
+LAYOUTS = {  # one bucket per parameter, or small ones; units of several kinds
+    ("zero1", "zero2"): ({"bucket_mb": 0}, {"bucket_mb": 0.0003}),
+    "zero3": (
+        {"prefetch": 0},
+        {"prefetch": 5},
+        {"reshard_after_forward": False},
+        {"units": []},
+        {"units": "the whole model"},
+    ),
+}
 
 
 def laid_out(asks, *ranks, **more) -> list:
-    """The ways in which a stage can be laid out: one bucket per parameter, small ones, units of several kinds."""
-    return [
-        asks(ZERO12, ranks, bucket_mb=0, **more),
-        asks(ZERO12, ranks, bucket_mb=0.0003, **more),
-        asks("zero3", ranks, prefetch=0, **more),
-        asks("zero3", ranks, prefetch=5, **more),
-        asks("zero3", ranks, reshard_after_forward=False, **more),
-        asks("zero3", ranks, units=[], **more),
-        asks("zero3", ranks, units="the whole model", **more),
-    ]
+    """The ways in which a stage can be laid out."""
+    found = []
+    for stages, ways in LAYOUTS.items():
+        found += [asks(stages, ranks, **way, **more) for way in ways]
+    return found
 
 
 FURTHER = {"more_ranks": (1, 2, 4)}
@@ -80,9 +84,7 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
         model.frozen.add_(own)  # no seed makes these differ
     pair = Pair(engine, (seeded(OddModel), model), OPTIMIZERS[optimizer], **options)
     for step in range(4):
-        expected = torch.stack(pair.backward_of_plain(step))
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        expected = torch.stack(pair.step_of_plain(step))
         found = pair.trained.training_step(*pair.batch(step, pair.rank), in_float64)
         assert not found.requires_grad, "the loss that training_step returns is not detached"
         # All are compared on every rank: where one is wrong, no rank waits for another that has left.
