@@ -43,10 +43,6 @@ class Blank:
     head: str = ""
 
     @property
-    def step(self) -> str:
-        return self.task.partition(":")[0]
-
-    @property
     def hints(self) -> tuple[str, str]:
         return self.idea, self.hint
 
@@ -202,7 +198,8 @@ def edited(text: str) -> bool:
 def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[str]:
     target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
     said = [*blank.hints[:hints], f"Target: {target}."]
-    said[0] = f"{blank.step.upper()}. {said[0]}"
+    step, _, _ = blank.task.partition(":")
+    said[0] = f"{step.upper()}. {said[0]}"
     return [*_comment(said, indent), f'{" " * indent}raise NotImplementedError("{blank.task}")']
 
 

@@ -67,9 +67,9 @@ def memory(arguments: str) -> dict:
     return memory_command.measure_all(options)
 
 
-def say(text: str) -> None:
+def say(text: str, columns: int = COLUMNS) -> None:
     """Print `text` in lines that a notebook shows without scrolling."""
-    print(tables.wrapped(text, COLUMNS), flush=True)
+    print(tables.wrapped(text, columns), flush=True)
 
 
 def table(columns: list[str], rows: list[list]) -> None:

@@ -192,9 +192,8 @@ def judged(file: Path, options: argparse.Namespace) -> dict:
 
 
 def column_of(check: Check) -> str:
-    if check.where:
-        return check.where.rpartition(".")[2]
-    return check.title.partition(":")[0]
+    """The function of a blank; or what a target counts."""
+    return (check.where or check.title.partition(":")[0]).rpartition(".")[2]
 
 
 def table_of(options: argparse.Namespace) -> list[dict]:
