@@ -71,9 +71,9 @@ class Training:
         self.options, self.me, self.step = options, me, 0
         self.batches = Batches(text, options.global_batch, config.seq, options.seed, me.device)
         adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=me.device.type != "cpu")
-        model, dtype = GPT(config, options.seed).to(me.device), engines.DTYPES[options.dtype]
-        mixed = {"param_dtype": dtype, "reduce_dtype": dtype and torch.float32}
-        self.engine = engines.STAGES[options.stage](model, adamw, **mixed)  # a chapter cannot clip
+        model = GPT(config, options.seed).to(me.device)
+        more = {"dtype": engines.DTYPES[options.dtype], "engine": True}  # and no chapter, which cannot clip
+        self.engine = engines.build(options.stage, model, adamw, me.device, **more)
         self.saving = self.journal = None
 
     def progress(self) -> None:
@@ -92,8 +92,6 @@ class Training:
     def train(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: this rank's part of the batch's mean loss, and the norm of all gradients."""
         torch.manual_seed(hash((self.options.seed, self.step, self.me.rank)))  # dropout, if a model has it
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.options)
         inputs, targets = self.batch()
         loss = next_token_loss(self.engine(inputs), targets) * len(inputs) / self.options.global_batch
         (loss * self.me.world_size).backward()  # as the engine divides the ranks' sum by their number
@@ -146,7 +144,9 @@ class Training:
     def one_step(self, asked) -> bool:
         """Train, write it down, and save if it is time to. Returns whether all ranks leave after it."""
         self.progress()
-        began, lr = time.perf_counter(), learning_rate(self.step, self.options)
+        lr, began = learning_rate(self.step, self.options), time.perf_counter()
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
         loss, norm = self.train()
         # A signal reaches some ranks only, and each in another moment. The sum tells all of them after which step
         # to leave. The host waits for the GPU here, once per step.
@@ -156,7 +156,7 @@ class Training:
         tokens = self.options.global_batch * self.batches.seq / (time.perf_counter() - began)
         line = {"loss": loss, "norm": norm.item(), "lr": lr, "tokens_per_s": tokens}
         if self.journal:
-            self.journal.write(step=self.step, **line, stage=self.options.stage, ranks=self.me.world_size)
+            self.journal.write(step=self.step, **line, ranks=self.me.world_size)
         last = leave or self.step == self.options.steps
         if last or self.step % PRINT_EVERY == 0:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in line.items())
@@ -166,8 +166,8 @@ class Training:
         return bool(leave)
 
 
-def main(argv=None) -> None:
-    options = arguments(argv)
+def main() -> None:
+    options = arguments()
     text = load_text(options.data, preset(options.preset).seq)
     me = process_group.start(options.backend, options.device, options)
     seconds = EARLY * process_group.timeout()  # a network's file system may keep a dead machine's lock
