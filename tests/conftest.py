@@ -80,7 +80,7 @@ def pytest_configure(config):
         config.option.markexpr = f"({given}) and not thorough" if given else "not thorough"
 
 
-# They share the runs of 7b; and test_train's runs go on meanwhile.
+# They share the runs of 7b; and test_train's story goes on meanwhile.
 TOGETHER = {
     "test_memory": "dry runs",
     "test_articles": "dry runs",
@@ -102,6 +102,6 @@ def pytest_collection_modifyitems(config, items):
         if group is None and config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(name))
         first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-        # tests/test_train.py: its runs begin first of all, and what they have left is looked at in the end.
+        # tests/test_train.py: its story begins first of all, and what it has left is looked at in the end.
         place[item] = first, "stories" in fixtures, "begun" not in fixtures
     items.sort(key=place.get)

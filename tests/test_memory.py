@@ -83,7 +83,7 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
 
 @pytest.mark.parametrize("stage", CHAPTERS)
 def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
-    row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--micro-batch", "1", "--accumulate", "3")
+    row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--batch", "3", "--accumulate", "3")
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
 
 

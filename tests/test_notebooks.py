@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+# Their commands are those of others; they take seconds each.
+LONG = ("03_zero1", "05b_zero3_units", "06_fsdp2_and_the_articles")
+RUN = [pytest.param(file, marks=[pytest.mark.thorough] * (file.stem in LONG), id=file.stem) for file in FILES]
 
 
 def cells_of(file: Path, kind: str) -> list[dict]:
@@ -66,7 +69,7 @@ def test_links_lead_somewhere_and_to_the_next_notebook(file):
 
 
 @pytest.fixture(scope="module")
-def executed(quick_python):
+def executed(quick_python, request):
     """{file: what came out of executing it, or the exception}: two notebooks at a time, as most of it is waiting.
 
     Their commands are started by the kernel's Python, so all of them need not import torch.
@@ -93,11 +96,12 @@ def executed(quick_python):
                 return error
         return cells
 
+    asked = [file for file in FILES if request.config.option.thorough or file.stem not in LONG]
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(FILES, pool.map(execute, FILES)))
+        return dict(zip(asked, pool.map(execute, asked)))
 
 
-@each
+@pytest.mark.parametrize("file", RUN)
 def test_it_runs_to_the_end(file, executed):
     result = executed[file]
     if isinstance(result, Exception):
@@ -179,7 +183,7 @@ def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
 
 def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkeypatch, quick_python):
     returned = notebook.run("./launch.sh help")
-    assert capfd.readouterr().out.startswith("$ ./launch.sh help\n") and "zero1|zero2|zero3" in returned
+    assert capfd.readouterr().out.startswith("$  ./launch.sh help\n") and "zero1|zero2|zero3" in returned
     assert notebook.part(returned, "Run", "Extras").splitlines()[0] == "Run and measure"
     with pytest.raises(ValueError, match="no lines from 'Run' to 'nothing'"):
         notebook.part(returned, "Run", "nothing")
@@ -201,7 +205,7 @@ def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
     notebook.say("  " + "word " * 40 + "\n  short   line")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(len(line) <= notebook.COLUMNS for line in lines)
-    assert lines[1].startswith("      word") and lines[3] == "  short   line"
+    assert lines[1].startswith("  word") and lines[3] == "  short   line"
     notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
     assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}

@@ -285,7 +285,7 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
 @pytest.mark.parametrize("given, settled", TABLES["batches"].items())
 def test_a_batch_is_micro_batches_times_their_number(given, settled):
     options = referee.arguments(given.split())
-    assert [options.batch, options.micro_batch, options.accumulate] == settled
+    assert [options.batch, options.accumulate] == settled
 
 
 def test_out_of_memory_says_where_and_what_for(ranks):

@@ -1,8 +1,11 @@
-"""harness/run/train.py with dropout, so that random numbers count. And rank 1 hangs, once, where a file says so: in a
-step if there is $HANG, in its last save if there is $HANG.save.
+"""harness/run/train.py with dropout, so that random numbers count, and with trouble, once each.
+
+$TROUBLE is a folder. The file of a trouble there has the step after which it comes: rank 0 is killed ("kill"), rank 1
+hangs ("hang"), somebody stops the run ("stop"), rank 1 hangs while it writes a checkpoint ("hang_in_save").
 """
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,31 +13,49 @@ from torch.nn import functional as F
 
 from harness.engine.checkpoint import files
 from harness.run import process_group, train
+from harness.run.endings import LAUNCHER
 
 write = files.write
 
 
-def hang(suffix: str = "") -> None:
-    file = Path(os.environ.get("HANG", "none") + suffix)
-    if file.exists():
-        file.unlink()
-        time.sleep(10**6)
+def comes(trouble: str, step: int) -> bool:
+    file = Path(os.environ["TROUBLE"], trouble)
+    if not file.exists() or step < int(file.read_text()):
+        return False
+    file.unlink()
+    return True
+
+
+def hang() -> None:
+    time.sleep(10**6)
 
 
 class Dropping(train.GPT):
     def forward(self, tokens):
-        if os.environ.get("RANK") == "1":
-            hang()
         return F.dropout(super().forward(tokens), 0.1, self.training)
+
+
+class Disturbed(train.Training):
+    def train(self):
+        if self.me.rank == 0 and comes("kill", self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.me.rank == 1 and comes("hang", self.step):
+            time.sleep(1)  # so the other rank is the first to say where it waits
+            self.progress()
+            hang()
+        if self.me.rank == 1 and comes("stop", self.step):
+            os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes
+            os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
+        return super().train()
 
 
 def hang_and_write(state, *args):
     about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
-    if about and about["step"] == about["options"]["steps"]:
-        hang(".save")
+    if about and comes("hang_in_save", about["step"]):
+        hang()
     return write(state, *args)
 
 
 if __name__ == "__main__":
-    train.GPT, files.write = Dropping, hang_and_write
+    train.GPT, train.Training, files.write = Dropping, Disturbed, hang_and_write
     process_group.run(train.main)

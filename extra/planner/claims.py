@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from extra.planner.events import COMPUTE, Collective
 from extra.planner.hardware import GPUS, Cluster
@@ -19,7 +18,7 @@ from extra.planner.predict import Prediction, predict
 from extra.planner.published import OUT_OF_MEMORY, ROWS
 from harness.run.model import GPTConfig, preset
 from harness.teach.articles.__main__ import main
-from harness.teach.articles.claim import Claim, claims_in
+from harness.teach.articles.claim import Claim, claims_beside
 from harness.teach.articles.runs import gpt, step
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, InfiniBand with 400 GB/s each
@@ -198,7 +197,7 @@ def bfloat16_for_speed():
     return [*milliseconds(half, single), there], half.step < single.step, there
 
 
-CLAIMS: list[Claim] = claims_in(Path(__file__).with_name("claims.toml"), sys.modules[__name__])
+CLAIMS: list[Claim] = claims_beside(__file__, sys.modules[__name__])
 
 if __name__ == "__main__":
     sys.exit(main(claims=CLAIMS))

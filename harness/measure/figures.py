@@ -11,36 +11,7 @@ from pathlib import Path
 
 from harness.measure.pictures_of_memory import live, memory, scaling, stages  # noqa: F401  figures.toml names them
 from harness.measure.pictures_of_steps import lanes, losses, sweeps  # noqa: F401
-from harness.measure.style import BELOW, SHADE, TIMES, headline, key, new, save, stacked
-from harness.run import journal
-
-
-def run(lines: list[dict]):
-    """The losses of a run that was restarted: where, on how many ranks it went on, and which steps it made again."""
-    steps, starts = journal.of(lines, None), journal.of(lines, "start")
-    restarts = {line["step"]: line for line in journal.of(lines, "restart")}
-    figure, axes = new(1, height=3.9)
-    of_batches = [line["loss"] for line in steps]
-    axes.plot([line["step"] for line in steps], of_batches, linewidth=1.0, alpha=0.75, label="loss of a batch")
-    held_out = {line["step"]: line["held_out"] for line in steps if "held_out" in line}
-    axes.plot(list(held_out), list(held_out.values()), "o", markersize=6, label="loss on held-out text")
-    for number, start in enumerate(starts):
-        text = f" on {start['ranks']}"
-        if start["step"] in restarts:
-            back = restarts[start["step"]]
-            text += f"\n back after {back['seconds']:.0f} s"
-            axes.axvspan(start["step"], start["step"] + back["repeated"], facecolor=SHADE, zorder=0)
-        axes.axvline(start["step"], linewidth=0.8, linestyle="--")
-        height = (1.1, 0.98)[number % 2]  # two that are close do not write over each other
-        axes.text(start["step"], max(of_batches) * height, text, va="top", fontsize=8)
-    words = "training step (shaded: made twice, before the restart and after it)"
-    axes.set(ylim=(None, max(of_batches) * 1.12), xlabel=words, ylabel="loss, nats per token")
-    axes.grid(axis="y")
-    ranks = ", then ".join(str(start["ranks"]) for start in starts)
-    finding = f"Disturbed {len(starts) - 1} times, the run goes on: on {ranks} ranks"
-    headline(figure, finding, f"{starts[0]['stage']}, GPT {starts[0]['preset']}")
-    figure.legend(**BELOW)
-    return figure
+from harness.measure.style import BELOW, TIMES, headline, key, new, save, stacked
 
 
 def step_time(results: list[tuple[str, dict]]):
@@ -93,7 +64,7 @@ def load(name: str, paths: list[str]):
     loaded = []
     for path in paths:
         try:
-            loaded.append(journal.read(Path(path)) if name == "run" else json.loads(Path(path).read_text()))
+            loaded.append(json.loads(Path(path).read_text()))
         except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
     if name == "lanes":

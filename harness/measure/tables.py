@@ -41,17 +41,17 @@ def columns_here() -> int:
     return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
-def wrapped(said: str) -> str:
-    """A text in lines that fit. Those that do already stay as they are, and no word is broken.
+def wrapped(said: str, columns: int | None = None) -> str:
+    """A text in lines that fit, here or in so many columns. Those that do stay as they are, and no word is broken.
 
     What goes on in another line begins where the text of the first one did: behind "gather   ", say.
     """
-    lines = []
+    lines, columns = [], columns or columns_here()
     for line in said.split("\n"):
         begin = " " * re.match(r" *(\S+ {2,})?", line).end()
-        fits = len(line) <= columns_here()
+        fits = len(line) <= columns
         lines += [line] if fits else textwrap.wrap(
-            line, columns_here(), subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
+            line, columns, subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
         )  # fmt: skip
     return "\n".join(lines)
 

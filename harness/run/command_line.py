@@ -10,16 +10,6 @@ import time
 
 from harness.run.endings import LAUNCHER
 
-# Options that had another name in some command once: what is said of them now.
-RENAMED = {
-    "--precision": "--dtype",
-    "--engine": "--engines",
-    "--only": "--engines",
-    "--batch": "--global-batch (of all ranks together)",
-    "--json": "--from",
-    "--ranks": "N, the number of ranks, a word without --, as in: ./launch.sh memory 64",
-}
-
 
 @contextlib.contextmanager
 def one_line(*mistakes: type[Exception]):
@@ -70,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         self.given = [word.partition("=")[0] for word in words if word.startswith("--")]
         for name in self.given:
             if name not in self._option_string_actions:
-                self.error(self._unknown(name))
+                self.error(f"no option {name}{did_you_mean(name, self._option_string_actions)}")
         return super().parse_args(args, namespace)
 
     def beside(self, option: str, *others: str) -> None:
@@ -83,13 +73,6 @@ class Parser(argparse.ArgumentParser):
         """Refuse `option` without `other`: it would be ignored."""
         if option in self.given and other not in self.given:
             self.error(f"{option} does nothing without {other}")
-
-    def _unknown(self, name: str) -> str:
-        """What is said of an option that this command has not."""
-        new = RENAMED.get(name, "")
-        if name == "--ranks" or new.partition(" ")[0] in self._option_string_actions:
-            return f"{name} is no option any more: give {new}"
-        return f"no option {name}{did_you_mean(name, self._option_string_actions)}"
 
     def error(self, message: str):
         self.exit(2, f"error: {message.removesuffix('.')} (--help lists what there is)\n")

@@ -1,8 +1,7 @@
-"""What a run writes down: `losses.jsonl`, a line of JSON per step, in order, every step once.
+"""A training run's folder: `losses.jsonl`, which has a line of JSON per step, in order, every step once; and its lock.
 
 A restart goes on after the checkpoint's step and makes the steps after it again. So it first cuts their lines off. And
-no line is lost, as a step's line is in the file before a checkpoint has the step. Between the lines of steps are those
-of events: "start" (which processes), "restart" (after how long), "left".
+no line is lost, as a step's line is on disk before a checkpoint has the step.
 """
 
 import contextlib
@@ -11,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 NAME = "losses.jsonl"
 
 
@@ -18,28 +19,26 @@ class Journal:
     """The file in `folder`, cut off after `step` and open for more lines. Rank 0 alone has one."""
 
     def __init__(self, folder: Path, step: int):
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         kept = path.with_suffix(".kept")
-        self._file = open(kept, "w")  # noqa: SIM115  until the process ends
-        for line in read(path):
-            if line["step"] <= step:
-                self.write(**line)
-        kept.rename(path)  # all of it or nothing; later lines go to the same file
+        with open(kept, "w") as file:
+            for line in read(folder):
+                if line["step"] <= step:
+                    file.write(json.dumps(line) + "\n")
+        kept.rename(path)  # all of it or nothing
+        self._file = open(path, "a")  # noqa: SIM115  until the process ends
 
     def write(self, **values) -> None:
-        """One line, with the time. It survives this process when this returns."""
-        values.setdefault("time", time.time())
+        """One line, with the time. When this returns, it survives this process and the machine."""
+        values["time"] = time.time()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-
-    def to_disk(self) -> None:
-        """What was written survives the machine as well."""
         os.fsync(self._file.fileno())
 
 
-def read(path: Path) -> list[dict]:
-    """The lines of a journal, if it is there. One that was not written to its end is left out."""
+def read(folder: Path) -> list[dict]:
+    """The lines of a folder's journal, if it is there. One that was not written to its end is left out."""
+    path = folder / NAME
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -47,6 +46,16 @@ def read(path: Path) -> list[dict]:
     return lines
 
 
-def of(lines: list[dict], event: str | None) -> list[dict]:
-    """Those of an event, or of steps (None)."""
-    return [line for line in lines if line.get("event") == event]
+def lock(folder: Path, seconds: float) -> FileLock:
+    """Hold `folder` as long as the returned lock is kept. Raises ValueError if a run uses it, after so many seconds.
+
+    It is the system's lock, on the file `.lock`: gone with the process that holds it, however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / ".lock")
+    try:
+        held.acquire(timeout=seconds)
+    except Timeout:
+        used = f"--folder {str(folder)!r} is in use by a run"
+        raise ValueError(f"{used}: stop it first, or take another --folder") from None
+    return held

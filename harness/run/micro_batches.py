@@ -9,23 +9,14 @@ import argparse
 import torch
 from torch.profiler import record_function
 
-OPTIONS = ("batch", "micro-batch", "accumulate")
+OPTIONS = ("batch", "accumulate")
 
 
 def settle(options: argparse.Namespace, batch: int) -> None:
-    """Fill in those of OPTIONS that were not given; `batch` is the first one's default. Raises ValueError."""
-    micro, accumulate = options.micro_batch, options.accumulate
-    if options.batch is None:
-        options.batch = batch if micro is None else micro * (accumulate or 1)
-    if accumulate is None:
-        accumulate = 1 if micro is None else options.batch // micro
-    micro = options.batch // accumulate if micro is None else micro
-    if micro * accumulate != options.batch:
-        given = [f"--{name.replace('_', '-')} {value}" for name in ("micro_batch", "accumulate")
-                 if (value := getattr(options, name))]  # fmt: skip
-        fits = "the product of" if len(given) == 2 else "a multiple of"
-        raise ValueError(f"--batch must be {fits} {' and '.join(given)}, but it is {options.batch}")
-    options.micro_batch, options.accumulate = micro, accumulate
+    """Fill in the first of OPTIONS if it was not given: `batch`. Raises ValueError if its parts are not equal."""
+    options.batch = options.batch or batch
+    if options.batch % options.accumulate:
+        raise ValueError(f"--batch must be a multiple of --accumulate {options.accumulate}, but it is {options.batch}")
 
 
 def words(options: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
-from harness.teach import articles, changes
+from harness.teach import articles, changes, written
 from harness.teach.articles.__main__ import counts, markdown
 from harness.teach.museum.exhibits import EXHIBITS
 
@@ -37,11 +37,9 @@ BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
-REFEREE = "referee-cpu-2ranks-3.json"
 REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 MEMORY = "memory-7b-8ranks.json"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
-ARTICLE_SAYS = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # GB for 7e9 parameters
+SHOWN = written.beside(__file__)
 
 
 def result(name: str):
@@ -67,30 +65,16 @@ def difference(name: str, run: dict) -> str:
 def conditions(report: dict, file: str) -> str:
     """What a report was measured on, in one sentence."""
     return (
-        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {DTYPES[report['dtype']]}, AdamW, "
+        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {SHOWN['dtypes'][report['dtype']]}, AdamW, "
         f"{report['world_size']} ranks over {report['backend']},\n{report['hardware']}, "
         f"torch {report['torch']} (`results/{file}`)."
     )
 
 
-TITLES = {"params MB": "parameters MB", "grads MB": "gradients MB", "optim MB": "optimizer MB", "x ddp": "x DDP"}
-BYTES = "params MB", "grads MB", "optim MB", "peak MB", "sent MB/step"
-# {what is shown: (results, columns of a table, of the next, ...)}; the README's has all that fits in eight columns.
-SHOWN = {
-    "readme": (REFEREE, ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step", "step ms", "x ddp")),
-    "all": (REFEREE, ("first loss", "last loss", "difference from DDP", "step ms", "x ddp", "tokens/s"), BYTES),
-    "bf16": (
-        "referee-cpu-2ranks-bf16.json",
-        ("last loss", "difference from DDP", "held MB", "peak MB", "sent MB/step"),
-    ),
-    "deepspeed": ("referee-deepspeed-cpu.json", ("difference from DDP", *BYTES, "step ms")),
-}
-
-
 def referee(which: str, *names: str) -> str:
     """A comparison of these engines, or of all, as the referee prints it itself but for digits."""
-    file, *shown = SHOWN[which]
-    report, lines = result(file), []
+    shown, titles = SHOWN["referee"][which], SHOWN["titles"]
+    report, lines = result(shown["file"]), []
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
@@ -103,10 +87,10 @@ def referee(which: str, *names: str) -> str:
             "tokens/s": f"{run['tokens_per_s']:,.0f}",
         })  # fmt: skip
     made = []
-    for titles in shown:
-        rows = [[line[title] for title in ("engine", *titles)] for line in lines]
-        made.append(tables.markdown([["engine", *(TITLES.get(title, title) for title in titles)], *rows]))
-    return "\n\n".join([*made, conditions(report, file)])
+    for columns in shown["tables"]:
+        rows = [[line[column] for column in ("engine", *columns)] for line in lines]
+        made.append(tables.markdown([["engine", *(titles.get(column, column) for column in columns)], *rows]))
+    return "\n\n".join([*made, conditions(report, shown["file"])])
 
 
 def launches() -> str:
@@ -126,7 +110,7 @@ def memory_peaks() -> str:
     for name, row in result(MEMORY)["engines"].items():
         label = f"`{name}` (stand-in)" if row.get("stand_in") else f"`{name}`"
         held, peak = sum(row["held_bytes"].values()), row["peak_bytes"]
-        sizes = [f"{held / 1e9:,.2f}", ARTICLE_SAYS.get(name, ""), f"{peak / 1e9:,.2f}"]
+        sizes = [f"{held / 1e9:,.2f}", SHOWN["article"].get(name, ""), f"{peak / 1e9:,.2f}"]
         rows.append([label, *sizes, f"{fits_on(peak)[0]} GB"])
     return table("engine | held, GB | article, GB | peak, GB | smallest GPU", rows)
 

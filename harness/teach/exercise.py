@@ -9,13 +9,12 @@ import ast
 import hashlib
 import re
 import textwrap
-import tomllib
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from harness.measure import tables
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
+from harness.teach import written
 
 FOLDER = ROOT / "exercises"
 HINTS = 1  # of each blank's two, unless another number is asked for
@@ -42,10 +41,6 @@ class Blank:
     first: str = ""
     last: str = ""
     head: str = ""
-
-    @property
-    def step(self) -> str:
-        return self.task.partition(":")[0]
 
     @property
     def hints(self) -> tuple[str, str]:
@@ -92,11 +87,11 @@ class Exercise:
 def _exercises() -> dict[str, Exercise]:
     """exercises.toml and tasks.toml, in which it does not matter where a text is broken into lines."""
     found = {}
-    for file in ("exercises.toml", "tasks.toml"):
-        for name, row in tomllib.loads(Path(__file__).with_name(file).read_text()).items():
-            blanks = tuple(Blank(**_unfolded(blank)) for blank in row.pop("blanks", ()))
-            targets = tuple(Target(**target) for target in row.pop("targets", ()))
-            found[name] = Exercise(**_unfolded(row), blanks=blanks, targets=targets)
+    rows = written.beside(__file__, "exercises") | written.beside(__file__, "tasks")
+    for name, row in rows.items():
+        blanks = tuple(Blank(**_unfolded(blank)) for blank in row.pop("blanks", ()))
+        targets = tuple(Target(**target) for target in row.pop("targets", ()))
+        found[name] = Exercise(**_unfolded(row), blanks=blanks, targets=targets)
     return found
 
 
@@ -203,12 +198,18 @@ def edited(text: str) -> bool:
 def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[str]:
     target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
     said = [*blank.hints[:hints], f"Target: {target}."]
-    said[0] = f"{blank.step.upper()}. {said[0]}"
-    comment = [line for part in said for line in textwrap.wrap(part, 117 - indent, break_on_hyphens=False)]
-    return [
-        *(f"{' ' * indent}# {line}" for line in comment),
-        f'{" " * indent}raise NotImplementedError("{blank.task}")',
-    ]
+    step, _, _ = blank.task.partition(":")
+    said[0] = f"{step.upper()}. {said[0]}"
+    return [*_comment(said, indent), f'{" " * indent}raise NotImplementedError("{blank.task}")']
+
+
+def _comment(said: list[str], indent: int = 0) -> list[str]:
+    """What is said as comments, each broken into lines."""
+    begin = f"{' ' * indent}# "
+    lines = []
+    for part in said:
+        lines += textwrap.wrap(part, 119, initial_indent=begin, subsequent_indent=begin, break_on_hyphens=False)
+    return lines
 
 
 def _goal(name: str, exercise: Exercise) -> list[str]:
@@ -218,9 +219,8 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
         f"each: ./launch.sh check {name}",
         "Each is tried alone: all others are then the chapter's. So names that other code reads must stay.",
     ]
-    lines = [line for part in said for line in textwrap.wrap(part, 117, break_on_hyphens=False)]
-    lines += [f"  {blank.where:<24} {blank.task}" for blank in exercise.blanks]
-    return [f"# {line}" for line in lines]
+    blanks = [f"#   {blank.where:<24} {blank.task}" for blank in exercise.blanks]
+    return [*_comment(said), *blanks]
 
 
 def lines_of_blanks(text: str) -> dict[str, int]:

@@ -38,10 +38,10 @@ def run(line: str) -> str:
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    environment = {key: value for key, value in ranks.environment().items() if key != "MPLBACKEND"}
-    environment["PYTHON"] = sys.executable
+    environment = ranks.environment(PYTHON=sys.executable)
+    environment.pop("MPLBACKEND", None)
     streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    say(f"$ {line}", indent="      ")
+    say(f"$  {line}")
     printed, began, dots = [], time.monotonic(), 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         # It ends also when the reader interrupts the kernel.
@@ -67,13 +67,9 @@ def memory(arguments: str) -> dict:
     return memory_command.measure_all(options)
 
 
-def say(text: str, columns: int = COLUMNS, indent: str = "    ") -> None:
-    """Print `text`; lines that are longer than `columns` are broken, and go on with `indent` more."""
-    for line in text.splitlines():
-        deeper = " " * (len(line) - len(line.lstrip())) + indent
-        broken = textwrap.wrap(line, columns, subsequent_indent=deeper, break_long_words=False,
-                               break_on_hyphens=False, drop_whitespace=len(line) > columns)  # fmt: skip
-        print("\n".join(broken) if len(line) > columns else line, flush=True)
+def say(text: str, columns: int = COLUMNS) -> None:
+    """Print `text` in lines that a notebook shows without scrolling."""
+    print(tables.wrapped(text, columns), flush=True)
 
 
 def table(columns: list[str], rows: list[list]) -> None:
@@ -81,19 +77,14 @@ def table(columns: list[str], rows: list[list]) -> None:
     print("\n".join(tables.text([columns, *([str(cell) for cell in row] for row in rows)], rule=False)))
 
 
-def source(*things) -> None:
-    """Print the code of functions or classes of the project, as it stands in its files."""
+def solution(task: str, *things) -> None:
+    """Print the code of the project's own way of a practice task, once the reader has tried the task."""
+    if task not in practice.TRIED:
+        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
+        return
     for thing in things:
         print(f"# {Path(inspect.getsourcefile(thing)).relative_to(ROOT)}, line {inspect.getsourcelines(thing)[1]}")
         print(textwrap.dedent(inspect.getsource(thing)))
-
-
-def solution(task: str, *things) -> None:
-    """The project's own way of a practice task, as `source` prints it: once the reader has tried the task."""
-    if task in practice.TRIED:
-        source(*things)
-    else:
-        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
 
 
 def part(text: str, first: str, last: str) -> str:

@@ -1,13 +1,13 @@
 """The notebooks' own pictures, in the colours and on the paper of the README's."""
 
-from harness.measure.style import BELOW, COLOURS, INK, PAPER, look, new
+from harness.measure.style import COLOURS, INK, PAPER, look, new
 
 
 def curves(x, lines: dict[str, tuple], **said):
     """The axes of a new picture with these lines: {name: (numbers, how they are drawn, colour)}."""
     _, axes = new(1, height=3.6)
-    for width, (name, (numbers, style, colour)) in zip((4, 3, 2), lines.items()):  # what lies below can be seen
-        axes.plot(x, numbers, style, color=colour, linewidth=width, label=name)
+    for place, (name, (numbers, style, colour)) in enumerate(lines.items()):
+        axes.plot(x, numbers, style, color=colour, linewidth=max(4 - place, 1.5), label=name)  # what lies below is seen
     axes.grid()
     axes.legend(loc="upper left")
     axes.set(**said)
@@ -23,8 +23,6 @@ def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
     }
     title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
     axes = curves(numbers, lines, xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
-    for ranks, ring in zip(numbers, all_reduce):
-        axes.annotate(f"{ring:.4g}", (ranks, ring), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.loglog(base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -78,14 +76,11 @@ def freed(alive: dict[str, list[float]]):
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
     """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
-    figure, axes = new(1, height=4.0)
-    axes.plot(tokens, compute_ms, color=COLOURS["backward"], linewidth=2.5, label="the block computes")
-    for (label, milliseconds), line in zip(gathers.items(), ("-", "--", "-.", ":")):
-        axes.axhline(milliseconds, color=COLOURS["gather"], linewidth=1.6, linestyle=line, label=label)
-    figure.legend(**BELOW)
+    lines = {"the block computes": (compute_ms, "-", COLOURS["backward"])}
+    for (label, milliseconds), style in zip(gathers.items(), ("-", "--", "-.", ":")):
+        lines[label] = [milliseconds] * len(tokens), style, COLOURS["gather"]
+    axes = curves(tokens, lines, xlabel="tokens per rank and step", ylabel="ms, by the formula", title=title)
     axes.loglog()
     axes.set_xticks(tokens, tokens, fontsize=8)
     axes.minorticks_off()
-    axes.grid()
-    axes.set(xlabel="tokens per rank and step", ylabel="ms, by the formula", title=title)
-    return figure
+    return axes.figure

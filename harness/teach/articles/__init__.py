@@ -6,11 +6,10 @@ formulas. A claim that was completed there says what is blank.
 """
 
 import sys
-from pathlib import Path
 
 from harness.teach.articles import on_memory, on_traffic, printed, runs
-from harness.teach.articles.claim import ARTICLES, Claim, claims_in
+from harness.teach.articles.claim import ARTICLES, Claim, claims_beside
 
-CLAIMS: list[Claim] = claims_in(Path(__file__).with_name("claims.toml"), sys.modules[__name__])
+CLAIMS: list[Claim] = claims_beside(__file__, sys.modules[__name__])
 
 __all__ = ["ARTICLES", "CLAIMS", "Claim", "on_memory", "on_traffic", "printed", "runs"]

@@ -54,16 +54,16 @@ def row(claim: Claim) -> dict[str, str]:
     return dict(zip(COLUMNS, (claim.article, claim.claim, claim.ran, found, verdict)))
 
 
-def text(rows: list[dict], width: int = 110) -> str:
+def text(rows: list[dict]) -> str:
     """The table for a terminal: a paragraph per claim, under the title of its article."""
     lines = []
     for article, mine in itertools.groupby(rows, itemgetter("article")):
         lines += ["", article, "=" * len(article)]
         for one in mine:
-            lines += ["", *textwrap.wrap(one["claim"], width)]
+            lines += ["", one["claim"]]
             for column in COLUMNS[2:]:
-                lines += textwrap.wrap(f"    {column:<9} {one[column]}", width, subsequent_indent=" " * 14)
-    return "\n".join([*lines, "", counts(rows)])
+                lines.append(f"    {column:<9} {one[column]}")
+    return tables.wrapped("\n".join([*lines, "", counts(rows)]))
 
 
 def markdown(rows: list[dict]) -> str:

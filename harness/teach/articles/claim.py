@@ -1,12 +1,12 @@
 """What a claim is, which articles there are, and what gives a verdict. The words stand in claims.toml."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from operator import attrgetter
-from pathlib import Path
 from types import ModuleType
+
+from harness.teach import written
 
 ARTICLES = {
     "multiple_gpus": "AI in Multiple GPUs: ZeRO & FSDP",
@@ -27,8 +27,7 @@ class Claim:
 
     Each value must be what the claim `says` (a number to the fraction `off`), or `between` two numbers; where there are
     more values than that, it begins again. Or, of each pair in `less`, the value at the first place must be less than
-    the value at the second; or the values at the places of a row in `alike` are the same, to that fraction. Where all
-    this is not enough, `run` returns (values, is it true?).
+    the value at the second. Where all this is not enough, `run` returns (values, is it true?).
 
     `at` are the places, of values or pairs, that the claim is about: all. With a condition `when` a claim is tested on
     both sides: `at` is where the condition is met, the first place if nothing else is said, and all other places are
@@ -49,7 +48,6 @@ class Claim:
     off: float = 0.005
     between: list[tuple[float, float]] = ()
     less: list[tuple[int, int]] = ()
-    alike: list[list[int]] = ()
     at: list[int] = ()
     tolerance: float = 0.01
     long: bool = False
@@ -68,8 +66,6 @@ class Claim:
 
     def _as_said(self, values: list) -> list[bool]:
         meets = [values[one] < values[other] for one, other in self.less]
-        for first, *others in self.alike:
-            meets += [about(values[place], values[first], self.off) for place in others]
         meets += [low <= value <= high for value, (low, high) in zip(values, cycle(self.between))]
         meets += [about(value, said, self.off) for value, said in zip(values, cycle(self.says))]
         at = self.at or range(1 if self.when else max(1, len(meets)))  # without any rule that is an error
@@ -77,11 +73,11 @@ class Claim:
         return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
 
-def claims_in(file: Path, runs: ModuleType) -> list[Claim]:
-    """The claims of a file, article by article; `run` is the name of a function in a module that `runs` has."""
-    written, claims = tomllib.loads(file.read_text()), []
+def claims_beside(file: str, runs: ModuleType) -> list[Claim]:
+    """Those of claims.toml, article by article; `run` is the name of a function in a module that `runs` has."""
+    rows, claims = written.beside(file, "claims"), []
     for key, title in ARTICLES.items():
-        for row in written.get(key, ()):
+        for row in rows.get(key, ()):
             run = attrgetter(row["run"])(runs)
             claims.append(Claim(**{**row, "article": title, "run": run}))
     return claims

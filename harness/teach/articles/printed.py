@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.teach.articles.runs import batch_for, chain, fake_ranks, forward, running, size_of
+from harness.teach.articles.runs import batch_for, chain, forward, running
 
 
 def attempt(run, *given) -> str:
@@ -43,22 +43,17 @@ def printed_zero1():
     return [attempt(last_update, numel) for numel in (12, 10)]
 
 
-def shards_without_padding():
-    """A collective needs equal shards."""
-    found = [shards_of(numel) for numel in (16, 10, 5)]
-    even, *uneven = (len(set(sizes)) == 1 for sizes in found)
-    return found, even, any(uneven)
-
-
 class FreedByAssignment:
-    """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard."""
+    """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard.
+
+    Of 8 ranks; what an all-gather would write is made of this rank's shard.
+    """
 
     def __init__(self, model: nn.Module):
-        self.model, self.shards, self.shapes = model, {}, {}
-        self.gathered = []  # (weak reference to the storage, its bytes) of every gather
+        self.shards = {}  # parameter -> (shard, whole shape)
+        self.gathered = []  # weak references to the storages of all gathers
         for param in model.parameters():
-            self.shapes[param] = param.shape
-            self.shards[param] = torch.zeros(-(-param.numel() // dist.get_world_size()))
+            self.shards[param] = torch.zeros(-(-param.numel() // 8)), param.shape
         for module in model.modules():
             if list(module.parameters(recurse=False)):
                 self.free(module)
@@ -69,31 +64,29 @@ class FreedByAssignment:
 
     def gather(self, module: nn.Module, *_) -> None:
         for param in module.parameters(recurse=False):
-            shard, shape = self.shards[param], self.shapes[param]
-            flat = shard.new_zeros(shard.numel() * dist.get_world_size())
-            dist.all_gather_single(flat, shard)
+            shard, shape = self.shards[param]
+            flat = torch.cat([shard] * 8)
             param.data = flat[: shape.numel()].view(shape)
-            self.gathered.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
+            self.gathered.append(StorageWeakRef(flat.untyped_storage()))
 
     def free(self, module: nn.Module, *_) -> None:
         for param in module.parameters(recurse=False):
-            param.data = self.shards[param]
+            param.data, _ = self.shards[param]
 
 
 def printed_zero3_frees():
-    """Gathered parameters that are alive after a forward which has freed them all; activations are not counted."""
-    with fake_ranks(8):
-        engine = FreedByAssignment(chain())
-        output = engine.model(batch_for(engine.model)[0])  # keeps what autograd has saved
-        alive = sum(nbytes for storage, nbytes in engine.gathered if not storage.expired())
-        del output
-    return [alive, size_of(chain)]
+    """How many gathered parameters are alive after a forward that has freed them all, and how many there were."""
+    model = chain()
+    engine = FreedByAssignment(model)
+    output = model(batch_for(model)[0])  # keeps what autograd has saved
+    alive = [storage for storage in engine.gathered if not storage.expired()]
+    del output
+    return [len(alive), len(engine.gathered)]
 
 
 def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
-    with fake_ranks(2):
-        FreedByAssignment(model)
-        model(inputs).sum().backward()
+    FreedByAssignment(model)
+    model(inputs).sum().backward()
 
 
 def printed_zero3_trains():
@@ -105,14 +98,7 @@ def printed_zero3_trains():
     ]
 
 
-# FSDP's names and wrappers.
-
-
-def imports(lines: list[str]):
-    """Whether each import line works in this torch."""
-    ends = [attempt(exec, line, {}) for line in lines]
-    failed = [end for end in ends if end != "runs"]
-    return [torch.__version__.partition("+")[0], "; ".join(failed) or "all work"]
+# FSDP's wrappers.
 
 
 def layers_sharded() -> nn.Module:

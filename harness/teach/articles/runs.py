@@ -183,10 +183,10 @@ def worst_moment(model_of, of, **options) -> int:
 
 
 @contextlib.contextmanager
-def new_dtype(dtype: torch.dtype):
-    """Models built inside have parameters of `dtype`. (Fake tensors cannot be converted by `Module.to`.)"""
+def in_bfloat16():
+    """Models built inside have bfloat16 parameters. (Fake tensors cannot be converted by `Module.to`.)"""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         yield
     finally:
@@ -194,14 +194,14 @@ def new_dtype(dtype: torch.dtype):
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, dtype=torch.bfloat16, recompute=False, kernel=None, **shape):
+def saved_bytes(name: str, batch: int, seq: int, recompute=False, kernel=None, **shape):
     """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
 
     On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `kernel` is
     another attention than the fused one.
     """
     attention = sdpa_kernel(getattr(SDPBackend, kernel)) if kernel else contextlib.nullcontext()
-    with FakeTensorMode(), new_dtype(dtype), attention, MemoryLedger() as memory:
+    with FakeTensorMode(), in_bfloat16(), attention, MemoryLedger() as memory:
         model = gpt(name, **shape)
         if recompute:
             checkpoint_blocks(model, casts=False)

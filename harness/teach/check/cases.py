@@ -4,7 +4,7 @@ import functools
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.properties import fixtures
+from harness.teach import written
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
 WAIT = timedelta(seconds=20)  # for another rank, in a collective
@@ -22,15 +23,16 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 LAYERS, WIDTH = 6, 48
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """`act(engine class, case)` trains a little. `at` is what a finding says of it."""
+    """`act(engine class, case, **given)` trains a little. `at` is what a finding says of it."""
 
-    at: str
     act: Callable
+    at: str = ""
+    given: dict = field(default_factory=dict)
     only: tuple[str, ...] = ()  # names of exercises, or of functions; none: all
     memory: bool = False  # count bytes, in a group that moves nothing
-    expects: type | tuple = ()  # an error that the chapter raises
+    refused: bool = False  # the chapter raises a RuntimeError
     alone: bool = False  # in a group of this rank alone
     seed: int = 0
 
@@ -48,10 +50,10 @@ class Case:
 
 @functools.cache
 def groups_of(world) -> types.SimpleNamespace:
-    """None is the default group, so that a collective that was given none shows. `seen`: runs of chapters, by case."""
+    """None is the default group, so that a collective that was given none shows."""
     new = partial(dist.new_group, group_desc="for all checks", timeout=WAIT)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group(), seen={})
+    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
 
 
 def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: int = 320):
@@ -79,8 +81,6 @@ def one_weight_of(more: bool) -> nn.Module:
 
 
 odd_model = partial(fixtures.OddModel, frozen_block=1)
-recomputed = fixtures.Checkpointed
-several_recomputed = partial(fixtures.Checkpointed, 2)
 
 
 class BiasLast(fixtures.OddModel):
@@ -94,12 +94,20 @@ class BiasLast(fixtures.OddModel):
         return super().forward(inputs) + self.bias
 
 
+MODELS = {
+    "OddModel": odd_model,
+    "BiasLast": BiasLast,
+    "SharedInside": fixtures.SharedInside,
+    "Checkpointed": fixtures.Checkpointed,
+    "TwoCheckpointed": partial(fixtures.Checkpointed, 2),
+}
+
 # What is done.
 
 
-def two_steps(cls, case: Case, dtype=torch.float64, model=odd_model) -> None:
+def two_steps(cls, case: Case, dtype: str = "float64", model: str = "OddModel") -> None:
     """One backward before the first step, two before the second, an evaluation in between."""
-    engine = build(cls, case, model, dtype)
+    engine = build(cls, case, MODELS[model], getattr(torch, dtype))
     engine.training_step(*tokens(case, 0), F.cross_entropy)
     with torch.no_grad():
         engine(tokens(case, 1)[0])
@@ -170,36 +178,14 @@ def count_bytes(cls, case: Case) -> None:
         engine.training_step(inputs, targets, F.mse_loss)
 
 
-CLIPS = ("clip_grad_norm_",)
-CASES = (
-    Case("", two_steps),
-    Case("in a group of one rank (self.world_size is 1)", two_steps, alone=True),
-    Case("where some ranks own only padding of a bucket", one_weight),
-    Case("where some ranks own nothing but padding", partial(one_weight, more=False)),
-    Case("in float32", partial(two_steps, dtype=torch.float32)),
-    Case("where ranks finish their gradients in different orders", crossing, only=("zero1", "zero1_2psi", "zero2")),
-    Case("where two units share a weight", partial(two_steps, model=fixtures.SharedInside), only=("zero3",)),
-    Case("where units are recomputed in backward", partial(two_steps, model=recomputed), only=("zero3",)),
-    Case("where several units are recomputed together", partial(two_steps, model=several_recomputed), only=("zero3",)),
-    Case("where a gradient is the first sign of a backward", partial(two_steps, model=BiasLast), only=("zero3",)),
-    Case("where a unit is freed that is still being gathered", freed_unused, only=("free",)),
-    Case("in a step without a backward", no_backward, expects=RuntimeError),
-    Case("with norm_type 2", clipping, only=CLIPS),
-    Case("with a norm below max_norm", partial(clipping, max_norm=1e6), only=CLIPS),
-    Case("with norm_type inf", partial(clipping, norm_type=math.inf), only=CLIPS),
-    Case("with norm_type 1", partial(clipping, norm_type=1.0), only=CLIPS),
-    Case("where some ranks own nothing but padding", clipping_padding, only=CLIPS),
-    Case("where one rank's gradients have a NaN or an infinity", clipping_what_is_no_number, only=CLIPS),
-    Case(
-        "where one rank's gradients have a NaN or an infinity, with norm_type inf",
-        partial(clipping_what_is_no_number, norm_type=math.inf),
-        only=CLIPS,
-    ),
-    Case("counted in bytes", count_bytes, memory=True),
-)
+@functools.cache
+def seeded_cases(seed: int) -> list[Case]:
+    """What cases.toml has, each once."""
+    rows = written.beside(__file__)["case"]
+    return [Case(**{**row, "act": globals()[row["act"]], "seed": seed}) for row in rows]
 
 
 def cases_of(name: str, where: str | None, seed: int = 0) -> list[Case]:
     """The cases for a function of an exercise, or for the whole file."""
     function = (where or "").rpartition(".")[2]
-    return [replace(case, seed=seed) for case in CASES if not case.only or {name, function} & {*case.only}]
+    return [case for case in seeded_cases(seed) if not case.only or {name, function} & {*case.only}]

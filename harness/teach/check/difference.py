@@ -27,8 +27,8 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a su
 SLACK = 1024  # bytes of scalars
 # After these functions a bucket's `gradient` may be as they like: nobody reads it any more.
 LEAVE_GRADIENTS = ("ZeRO1.reduce_gradients", "ZeRO1.training_step")
-# Functions whose collectives are their own choice, as long as they are small: bytes per rank.
-FREE_TO_SEND = {"ZeRO2.clip_grad_norm_": 64}
+# A function whose collectives are its own choice, as long as they are small: bytes per rank.
+FREE_TO_SEND, FEW = "ZeRO2.clip_grad_norm_", 64
 
 
 @dataclass
@@ -42,71 +42,59 @@ class Call:
     kept: int  # bytes alive afterwards, more than before
 
 
-@dataclass
 class Run:
-    """What was seen in one run: `raised` is the name of an error that the case expects."""
+    """What is seen of these functions ("Class.method" or "function") while one case trains an engine."""
 
-    calls: dict[str, list[Call]]  # of each watched function
-    issued: list[Issued]  # all collectives
-    raised: str = "nothing"
-    most: int = 0  # bytes alive at the worst moment
-    inside: bool = False  # of a watched function, now
-    ended: Exception | None = None  # by an error, or by a collective that the chapter does not issue
-    half_made: State | None = None  # what `__init__` had made when it ended so
+    def __init__(self, case: Case, watched: Iterable[str]):
+        self.case = case
+        self.calls: dict[str, list[Call]] = {where: [] for where in watched}
+        self.issued: list[Issued] = []  # all collectives
+        self.inside = False  # of a watched function, now
+        self.raised = "nothing"  # or the name of an error that the case expects
+        self.ended: Exception | None = None  # by another error, or by a collective that the chapter does not issue
+        self.half_made: State | None = None  # what `__init__` had made when it ended so
+        self.most = 0  # bytes alive at the worst moment
 
-
-class Runs:
-    """Runs of one case, which watch these functions ("Class.method" or "function")."""
-
-    def __init__(self, case: Case, recorder: Recorder, watched: Iterable[str]):
-        self.case, self.recorder, self.watched = case, recorder, watched
-        self.memory = MemoryLedger()  # which is open in some cases only, and elsewhere says 0
-
-    def run(self, module: types.ModuleType, engine: str, expected: Callable | None = None) -> Run:
-        """What the module's functions do in each of their calls, while the case trains its class `engine`.
-
-        A student's run is given what to ask before each collective, `expected(run, issued)`, and no error ends it.
-        """
-        recorder = self.recorder
-        recorder.forget()
-        found = Run({where: [] for where in self.watched}, recorder.issued)
-        recorder.expected = expected and functools.partial(expected, found)
-        recorder.copies = not self.case.memory
+    def train(self, recorder: Recorder, module: types.ModuleType, engine: str, expected: Callable | None = None):
+        """Train the module's class `engine`. `expected(issued)` is asked before each collective, and may raise."""
+        recorder.forget(expected)
+        recorder.copies, self.issued = not self.case.memory, recorder.issued
         torch.manual_seed(dist.get_rank())
+        memory = MemoryLedger()  # which is open in some cases only, and elsewhere says 0
         with ExitStack() as stack:
-            for where in self.watched:
+            for where, calls in self.calls.items():
                 *owners, name = where.split(".")
                 owner = functools.reduce(getattr, owners, module)
-                stack.enter_context(patch.object(owner, name, self._watching(getattr(owner, name), found, where)))
+                watched = self._watching(getattr(owner, name), calls, recorder, memory)
+                stack.enter_context(patch.object(owner, name, watched))
             if self.case.memory:
-                stack.enter_context(self.memory)
+                stack.enter_context(memory)
             try:
-                self.case.act(getattr(module, engine), self.case)
+                self.case.act(getattr(module, engine), self.case, **self.case.given)
             except Exception as error:
-                right = isinstance(error, self.case.expects) and not isinstance(error, NotImplementedError)
-                if right and not process_group.lost(str(error)):
-                    found.raised = type(error).__name__
+                refused = self.case.refused and isinstance(error, RuntimeError)
+                if refused and not isinstance(error, NotImplementedError) and not process_group.lost(str(error)):
+                    self.raised = type(error).__name__
                 else:
-                    found.ended = error  # what has differed before may be why
-        found.most = self.memory.peak
-        return found
+                    self.ended = error  # what has differed before may be why
+        self.most = memory.peak
 
-    def _watching(self, real: Callable, found: Run, where: str) -> Callable:
-        recorder, memory, name = self.recorder, self.memory, real.__name__
+    def _watching(self, real: Callable, calls: list[Call], recorder: Recorder, memory: MemoryLedger) -> Callable:
+        name = real.__name__
 
         @functools.wraps(real)
         def watched(*args, **kwargs):
-            first, outside, before = len(recorder.issued), recorder.most, memory.live
-            recorder.most, found.inside = Counter(), True
+            first, outside, before = len(self.issued), recorder.most, memory.live
+            recorder.most, self.inside = Counter(), True
             try:
                 result = real(*args, **kwargs)
             except Exception:
-                found.half_made = self._state({"self": args[0]}) if name == "__init__" else None
+                self.half_made = self._state({"self": args[0]}) if name == "__init__" else None
                 raise
-            kept, found.inside = memory.live - before, False
-            in_flight = [str(each) for each in recorder.issued if each.in_flight]
+            kept, self.inside = memory.live - before, False
+            in_flight = [str(each) for each in self.issued if each.in_flight]
             state = self._state({f"what {name} returns": result, "self": args[0]})
-            found.calls[where].append(Call(state, recorder.issued[first:], in_flight, recorder.most, kept))
+            calls.append(Call(state, self.issued[first:], in_flight, recorder.most, kept))
             recorder.most = outside | recorder.most  # the most of both
             return result
 
@@ -114,11 +102,10 @@ class Runs:
 
     def _state(self, things: dict) -> State:
         """What is held now, where memory is not what is looked at."""
-        writing = set()
-        for each in self.recorder.issued:
+        state = State()
+        for each in self.issued:
             if each.in_flight:
-                writing |= each.outputs
-        state = State(writing)
+                state.writing |= each.outputs
         for path, thing in things.items():
             if not self.case.memory:
                 state.add(path, thing)
@@ -126,60 +113,71 @@ class Runs:
 
 
 class Comparison:
-    """Of what the function `where` does in one case. What differs is raised as `Differs`."""
+    """Of what the function `where` does in the chapter's run and in a student's. What differs is raised as `Differs`.
 
-    def __init__(self, where: str, case: Case):
-        self.where, self.case = where, case
+    The student's is begun behind this, with `expected`, and compared when it is over.
+    """
+
+    def __init__(self, where: str, right: Run, wrong: Run):
+        self.where, self.right, self.wrong, self.case = where, right, wrong, wrong.case
+        self.calls, self.found = right.calls[where], wrong.calls[where]
         self.name = where.rpartition(".")[2]
-        self.ranks = case.group.size()
+        self.free_to_send = where == FREE_TO_SEND
+        self.ranks = self.case.group.size()
 
-    def expected(self, right: Run, wrong: Run, issued: Issued) -> None:
-        """Asked before a collective of a student's run is started: does the chapter issue it here?"""
-        if self.where in FREE_TO_SEND or (wrong.inside and self.name == "__init__"):  # see `compare`
+    def expected(self, issued: Issued) -> None:
+        """Asked before a collective of the student's is started: does the chapter issue it here?"""
+        inside = self.wrong.inside
+        if self.free_to_send or (inside and self.name == "__init__"):  # see `compare`
             return
-        number, place = len(wrong.calls[self.where]), len(wrong.issued)
-        call = f"of call {number + 1} of {self.name}" if wrong.inside else f"after {number} of {self.name}"
-        self._same_kinds(call, right.issued[place : place + 1], [issued])
+        number, place = len(self.found), len(self.wrong.issued)
+        call = f"of call {number + 1} of {self.name}" if inside else f"after {number} of {self.name}"
+        self._same_kinds(call, self.right.issued[place : place + 1], [issued])
 
-    def compare(self, right: Run, wrong: Run) -> None:
-        expected, found = right.calls[self.where], wrong.calls[self.where]
-        for number, (one, other) in enumerate(zip(expected, found), start=1):
-            call = f"call {number} of {self.name}"
-            computes = self.where == "Bucket.__init__"  # that says more than the size of its broadcast
-            for states in (computes, not computes):
-                if states:
-                    self._compare_states(f"after {call}", one.state, other.state)
-                else:
-                    self._compare_collectives(f"of {call}", one, other)
-            self._compare_at_once(f"of {call}", one, other)
-            most = one.kept + SLACK
-            what = f"bytes alive after {call}, more than before it"
-            expect(other.kept <= most, what, f"at most {most:,}", f"{other.kept:,}")
+    def compare(self) -> None:
+        right, wrong = self.right, self.wrong
+        for number, (one, other) in enumerate(zip(self.calls, self.found), start=1):
+            self._compare_calls(f"call {number} of {self.name}", one, other)
         if wrong.ended is not None:
-            self._compare_half_made(right, wrong)
+            self._compare_half_made()
             raise wrong.ended
         expect(wrong.raised == right.raised, "what it raises", right.raised, wrong.raised)
-        expect(len(found) == len(expected), f"calls of {self.name}", len(expected), len(found))
+        calls, found = len(self.calls), len(self.found)
+        expect(found == calls, f"calls of {self.name}", calls, found)
         if right.raised == "nothing":
             spoilt = [each.what for each in wrong.issued if each.spoilt]
             waiting = [each.what for each in wrong.issued if each.in_flight]
             self._none("collectives whose input was changed or freed before the wait", spoilt)
             self._none("collectives that nobody has waited for", waiting)
-        if self.where not in FREE_TO_SEND:
+        if not self.free_to_send:
             self._same_collectives("in all", right.issued, wrong.issued)
         # A call may need more for a moment that is not the worst one; a mean may be computed in place or not.
         most = right.most + SLACK + self.case.shard_bytes
-        what = "bytes alive at the worst moment of two steps"
-        expect(wrong.most <= most, what, f"at most {most:,}", f"{wrong.most:,}")
+        self._at_most("bytes alive at the worst moment of two steps", most, wrong.most)
 
-    def _compare_half_made(self, right: Run, wrong: Run) -> None:
+    def _compare_calls(self, call: str, right: Call, wrong: Call) -> None:
+        computes = self.where == "Bucket.__init__"  # that says more than the size of its broadcast
+        for states in (computes, not computes):
+            if states:
+                self._compare_states(f"after {call}", right.state, wrong.state)
+            else:
+                self._compare_collectives(f"of {call}", right, wrong)
+        self._compare_at_once(f"of {call}", right, wrong)
+        self._at_most(f"bytes alive after {call}, more than before it", right.kept + SLACK, wrong.kept)
+
+    def _compare_half_made(self) -> None:
         """What `__init__` had made before an error may be why."""
-        made, number, expected = wrong.half_made, len(wrong.calls[self.where]), right.calls[self.where]
-        if made is None or isinstance(wrong.ended, NotImplementedError) or number == len(expected):
+        made, number = self.wrong.half_made, len(self.found)
+        if made is None or isinstance(self.wrong.ended, NotImplementedError) or number == len(self.calls):
             return
-        holds = expected[number].state.holds
-        wanted = State(set(), {path: held for path, held in holds.items() if path in made.holds})
+        wanted = State()
+        for path, held in self.calls[number].state.holds.items():
+            if path in made.holds:
+                wanted.holds[path] = held
         self._compare_states(f"when call {number + 1} of {self.name} ended", wanted, made)
+
+    def _at_most(self, what: str, most: int, found: int) -> None:
+        expect(found <= most, what, f"at most {most:,}", f"{found:,}")
 
     def _none(self, what: str, found: list[str]) -> None:
         expect(not found, what, "none", f"{len(found)}, first {', '.join(found[:1])}")
@@ -198,8 +196,8 @@ class Comparison:
                 self._compare_values(f"what is sent in the {other.what}", one.given, other.given)
 
     def _compare_collectives(self, when: str, right: Call, wrong: Call) -> None:
-        if self.where in FREE_TO_SEND:
-            most = FREE_TO_SEND[self.where] * self.ranks
+        if self.free_to_send:
+            most = FEW * self.ranks
             sent = sum(each.nbytes for each in wrong.issued)
             expect(sent <= most, f"bytes of the collectives {when}", f"{most} at most, and no gradients", f"{sent:,}")
         else:

@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+from harness.teach import written
 from harness.teach.exercise import EXERCISES, ROOT, Blank, find
 
 
@@ -47,31 +48,20 @@ def _with_one_blank(name: str, text: str, blank: Blank) -> ast.Module:
     """The student's file, in which all blanks but this one are the chapter's. Raises LookupError for what is gone."""
     tree, chapter = ast.parse(text), _chapter_tree(name)
     tree.body[1:1] = [node for node in chapter.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    line = find(tree, blank.where).lineno
+    place = find(tree, blank.where)
     for other in EXERCISES[name].blanks:
         if other is not blank:
             theirs = find(chapter, other.where)
             with contextlib.suppress(LookupError):  # it may be gone
-                line = find(tree, other.where).lineno
+                place = find(tree, other.where)
             for node in ast.walk(theirs):
-                if hasattr(node, "lineno"):  # a line of another file
-                    node.lineno = line
+                ast.copy_location(node, place)  # a line of this file
             _put(tree, other.where, theirs)
     return tree
 
 
-def _run(tree: ast.Module, name: str, file: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__file__ = file
-    for node in ast.walk(tree):  # of two files: a node's end would stand before its beginning
-        if hasattr(node, "end_lineno"):
-            node.end_lineno = node.end_col_offset = None
-    exec(compile(tree, file, "exec"), module.__dict__)
-    return module
-
-
 def chapter(name: str) -> types.ModuleType:
-    return _run(_chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
+    return written.executed(_chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
 
 
 def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
@@ -89,7 +79,7 @@ def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
             sys.modules[source] = None
         if not any(isinstance(node, ast.ClassDef) and node.name == exercise.engine for node in tree.body):
             raise Broken(f"there is no class {exercise.engine} of its own in it")
-        return _run(tree, f"student_{name}", file)
+        return written.executed(tree, f"student_{name}", file)
     except SyntaxError as error:
         raise Broken(f"line {error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:

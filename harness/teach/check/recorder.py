@@ -1,11 +1,13 @@
 """Writes down the collectives of a run, when they were waited for, and whether their input stayed as it was."""
 
+import contextlib
 import inspect
 import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from harness.measure.held import tensor_leaves
 from harness.properties.overlap import replaced
 
-KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")  # the others' names begin so
 COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
                "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
                "all_gather_object", "broadcast_object_list")  # fmt: skip
@@ -40,7 +42,7 @@ class Issued:
 
     @property
     def kind(self) -> str:
-        return next((kind for start, kind in KINDS.items() if self.name.startswith(start)), self.name)
+        return next((kind.replace("_", "-") for kind in KINDS if self.name.startswith(kind)), self.name)
 
     @property
     def what(self) -> str:
@@ -78,39 +80,38 @@ class Recorder:
     of the last of them, which is also written to `note`: for whoever finds this rank dead.
     """
 
-    def __init__(self, file: str = "", note=None):
+    def __init__(self, file: str, note: Path):
         self.file, self.count, self.last = file, 0, ""
-        self._note = None if note is None else open(note, "w")  # noqa: SIM115  as long as this rank lives
+        self._note = open(note, "w")  # noqa: SIM115  as long as this rank lives
         self.copies = True  # of what is sent
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, expected=None) -> None:
         """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
         self.issued: list[Issued] = []
         self.most = Counter()  # kind -> how many were in flight at once, since somebody emptied it
-        self.expected = None
+        self.expected = expected
 
     def count_in_flight(self, kind: str) -> None:
         now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)
         self.most[kind] = max(self.most[kind], now)
 
-    def __enter__(self):
-        here = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-        self._replaced = replaced(**{name: partial(self._call, name, real) for name, real in here.items()})
-        self._replaced.__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        self._replaced.__exit__(*exception)
+    @contextlib.contextmanager
+    def recording(self):
+        functions = {}
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                functions[name] = partial(self._call, name, getattr(dist, name))
+        with replaced(**functions):
+            yield
 
     def enter(self, what: str) -> None:
         """This rank issues that collective, or waits for it."""
         self.count += 1
         self.last = what
-        if self._note is not None:
-            self._note.seek(0)
-            self._note.write(f"{what[:200]:<200}")
-            self._note.flush()
+        self._note.seek(0)
+        self._note.write(f"{what[:200]:<200}")
+        self._note.flush()
 
     def line(self) -> str:
         """`, issued in line 7`: where in the file the innermost of this function's callers stands that is there."""
@@ -123,13 +124,14 @@ class Recorder:
 
     def _call(self, name, real, *args, **kwargs):
         given = signature(real).bind(*args, **kwargs).arguments
-        nbytes = max(sum(tensor.nbytes for tensor in tensor_leaves([value])) for value in (None, *given.values()))
-        inputs, outputs = [], []
+        nbytes, inputs, outputs = 0, [], []
         for key, value in given.items():
+            tensors = tensor_leaves([value])
+            nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensors))
             if key == "tensor" or key.startswith("input"):
-                inputs += tensor_leaves([value])
+                inputs += tensors
             elif key == "tensor_list" or key.startswith("output"):
-                outputs += tensor_leaves([value])
+                outputs += tensors
         outputs += inputs if name in IN_PLACE else []
         places = {tensor.untyped_storage()._cdata for tensor in outputs}
         copy = None

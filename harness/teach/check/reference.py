@@ -12,8 +12,7 @@ class zero1_2psi:
 
         works = []
         for bucket in self.buckets:
-            if bucket.missing:
-                bucket.require_gradients()
+            bucket.require_gradients()
             shard = torch.empty_like(bucket.shard)
             work = reduce_scatter(shard, bucket.gradient, group=self.group, async_op=True)
             works.append((bucket, shard, work))
@@ -29,15 +28,12 @@ class zero2:
         from zero1 import all_gather
 
         self.reduce_gradients()
-        gradients = []
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                gradients.append(piece.grad)
+        pieces = self.optimizer.param_groups[0]["params"]
+        gradients = [piece.grad for piece in pieces if piece.grad is not None]
         own = torch.nn.utils.get_total_norm(gradients, norm_type)
         own = own.to(self.buckets[0].shard)  # of no gradients it is a float32 on the CPU
         norms = own.new_empty(self.world_size)
         all_gather(norms, own.reshape(1), group=self.group)  # all values: a maximum over ranks may lose a NaN
         norm = torch.linalg.vector_norm(norms, norm_type)
-        for gradient in gradients:
-            gradient *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm

@@ -9,9 +9,7 @@ import contextlib
 import io
 import itertools
 import os
-import re
 import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -27,32 +25,33 @@ from harness.teach.exercise import EXERCISES, FOLDER, ROOT, edited, lines_of_bla
 
 SECONDS = 60  # for one training of a step; each takes about one
 SIGNS = {"passed": "passed", "open": "to write", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED"}
-WORST = ("error", "failed", "open", "died", "hang")  # what makes one rank fail is what others wait for, or have lost
+# What makes one rank fail is what others wait for, or have lost.
+WORST = ("error", "failed", "open", "died", "hang", "passed")
 
 
 def merge(verdicts: list[dict]) -> dict:
     """One verdict of all ranks' on one step: the worst, with what became of the other ranks."""
-    for status in WORST:
-        found = [rank for rank, verdict in enumerate(verdicts) if verdict["status"] == status]
-        found.sort(key=lambda rank: "without a word" in verdicts[rank].get("error", ""))  # it may be another's victim
-        if found:
-            others = [
-                f"rank {rank} {verdict['error']}"
-                for rank, verdict in enumerate(verdicts)
-                if verdict["status"] in ("died", "hang") and rank != found[0]
-            ]
-            only = found[0] if len(found) < len(verdicts) or others else None
-            return {**verdicts[found[0]], "rank": only, "others": others}
-    return {"status": "passed"}
+
+    def badness(rank: int) -> tuple[int, bool]:
+        status, said = verdicts[rank]["status"], verdicts[rank].get("error", "")
+        return WORST.index(status), "without a word" in said  # it may be another's victim
+
+    worst, *rest = sorted(range(len(verdicts)), key=badness)
+    status, others = verdicts[worst]["status"], []
+    for rank in sorted(rest):
+        if verdicts[rank]["status"] in ("died", "hang"):
+            others.append(f"rank {rank} {verdicts[rank]['error']}")
+    alone = others or any(verdict["status"] != status for verdict in verdicts)
+    return {**verdicts[worst], "rank": worst if alone else None, "others": others}
 
 
-def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list[str]:
+def words_of(check: Check, verdict: dict, shown: str, source: list[str]) -> str:
     """What the report says about one step."""
     status, loading = verdict["status"], verdict.get("loading")
     sign = "HANGS" if verdict.get("error", "").startswith("hangs") else SIGNS[status]
     lines = [f"{sign:<9} {'the file itself, before any step' if loading else check.title}"]
     if status == "passed":
-        return lines
+        return lines[0]
     rank = f"on rank {verdict['rank']}: " if verdict.get("rank") is not None else ""
     at = f", {verdict['at']}" if verdict.get("at") else ""
     if status == "open":
@@ -68,11 +67,12 @@ def lines_of(check: Check, verdict: dict, shown: str, source: list[str]) -> list
     if " waits in " in " ".join(lines):
         said = "Collectives match by their order alone: every rank must issue the same ones, in the same order."
         lines.append(f"  {said}")
-    lines += [] if loading else [f"  read      {check.read}"]
-    return [text for line in lines for text in _wrapped(line)]
+    if not loading:
+        lines.append(f"  read      {check.read}")
+    return tables.wrapped("\n".join(lines))
 
 
-def next_hints(check: Check, text: str, many: int) -> list[str]:
+def next_hints(check: Check, text: str, many: int) -> str:
     """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
     hints = check.blank.hints if check.blank else ()
     words = " ".join(text.replace("#", " ").split())  # however its lines are broken
@@ -80,13 +80,10 @@ def next_hints(check: Check, text: str, many: int) -> list[str]:
     lines = [f"hint      {hint}" for hint in hints[:many]]
     if hints[many:]:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
-    none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
-    return [part for line in lines or [f"hint      {none}; read {check.read}"] for part in _wrapped(line)]
-
-
-def _wrapped(line: str) -> list[str]:
-    indent = re.match(r" *(expected  |found     |read      |hint      )?", line).end()
-    return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    if not hints:
+        none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
+        lines = [f"hint      {none}; read {check.read}"]
+    return tables.wrapped("\n".join(lines))
 
 
 class Report:
@@ -112,15 +109,14 @@ class Report:
         """All ranks' verdicts on the next step."""
         check, verdict = self.checks[len(self.verdicts)], merge(verdicts)
         self.verdicts.append(verdict)
-        print("\n".join(lines_of(check, verdict, self.shown, self.source)), flush=True)
+        print(words_of(check, verdict, self.shown, self.source), flush=True)
 
     def as_json(self, name: str) -> dict:
         """For who collects points: one for each check, with what was expected and found."""
         checks = []
         for check, verdict in itertools.zip_longest(self.checks, self.verdicts, fillvalue={"status": "not tried"}):
-            where = check.blank.where if check.blank else None
             point = int(verdict["status"] == "passed")
-            checks.append({"title": check.title, "where": where, "point": point, **verdict})
+            checks.append({"title": check.title, "where": check.where, "point": point, **verdict})
         points = {"exercise": name, "file": self.shown, "points": self.passed, "of": len(self.checks)}
         return {**points, "checks": checks, "versions": conform.versions()}
 
@@ -169,16 +165,16 @@ def tell_rest(report: Report, name: str, hints: int) -> None:
     print(f"\n{said}.")
     failed = next(place for place, verdict in enumerate(report.verdicts) if verdict["status"] != "passed")
     if hints:
-        print("\n".join(next_hints(report.checks[failed], "\n".join(report.source), hints)))
+        print(next_hints(report.checks[failed], "\n".join(report.source), hints))
     if len(report.verdicts) < len(report.checks):
         print(f"then      {report.checks[-1].title}")
 
 
-def conformed(file: Path) -> dict:
-    """The score of an engine of one's own: how many properties it has, of those that two ranks can ask it."""
+def conformed(file: Path, ranks: int) -> dict:
+    """The score of an engine of one's own: how many properties it has, of those that so many ranks can ask it."""
     (name,) = engine_file.enter([str(file)], "conform")
-    names = [each.name for each in library().values() if conform.size_of(each, 2) == 2]
-    outcomes = conform.outcomes_of(name, names, 2)
+    names = [each.name for each in library().values() if conform.size_of(each, ranks) == ranks]
+    outcomes = conform.outcomes_of(name, names, ranks)
     asked = [each for each in outcomes.values() if each["outcome"] != "not applicable"]
     points = sum(each["outcome"] == "right" for each in asked)
     refused = sum(each["outcome"] == "refused" for each in asked)
@@ -189,33 +185,32 @@ def conformed(file: Path) -> dict:
 def judged(file: Path, options: argparse.Namespace) -> dict:
     """What --json has of a file, which is printed as it is found. Raises ValueError where the ranks do not start."""
     if not checks_of(options.name):
-        return conformed(file)
+        return conformed(file, options.ranks)
     report = examined(file, options)
     tell_rest(report, options.name, options.hint)
     return report.as_json(options.name)
 
 
 def column_of(check: Check) -> str:
-    if check.blank:
-        return check.blank.where.rpartition(".")[2]
-    return check.title.partition(":")[0]
+    """The function of a blank; or what a target counts."""
+    return (check.where or check.title.partition(":")[0]).rpartition(".")[2]
 
 
 def table_of(options: argparse.Namespace) -> list[dict]:
     """Examine all files of a folder, and print a table of their points. Returns what --json has."""
-    rows, found = [], []
+    checks, found = checks_of(options.name), []
+    rows = [["file", "points", *map(column_of, checks)]]
     for file in sorted(options.folder.resolve().glob("*.py")):
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                found.append(judged(file, options))
+                one = judged(file, options)
             except ValueError as error:
-                found.append({"exercise": options.name, "file": _shown(file), "points": 0, "error": str(error)})
-        signs = [SIGNS.get(check["status"], "-") for check in found[-1].get("checks", ())]
-        rows.append([file.name, str(found[-1]["points"]), *(signs or [found[-1]["error"].partition("\n")[0]])])
-        print(f"{file.name}: {found[-1]['points']}", flush=True)
-    titles = [column_of(check) for check in checks_of(options.name)]
-    width = max(map(len, [titles, *(row[2:] for row in rows)]))
-    rows = [row + [""] * (2 + width - len(row)) for row in [["file", "points", *titles], *rows]]
+                one = {"exercise": options.name, "file": _shown(file), "points": 0, "error": str(error)}
+        found.append(one)
+        signs = [SIGNS.get(check["status"], "-") for check in one.get("checks", ())]
+        rows.append([file.name, str(one["points"]), *(signs or ["-"] * len(checks))])
+        said = one.get("error", "").partition("\n")[0]
+        print(f"{file.name}: {one['points']} {said}", flush=True)
     print("\n" + "\n".join(tables.text(rows, left=range(len(rows[0])))))
     return found
 
@@ -236,6 +231,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     name, gpus = options.name, accelerator.count()
     least = EXERCISES[name].ranks
+    if options.ranks is None and not checks_of(name):
+        options.ranks = 2  # most properties have cases on two
     if options.ranks is None:  # with two, too much is alike on both
         options.ranks = max(least, gpus if gpus > 1 and options.device != "cpu" else 3)
     if options.ranks < least:

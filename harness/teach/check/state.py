@@ -29,7 +29,7 @@ class Held:
 class State:
     """`holds`: {path: tensor or plain value}. What is not there counts as None."""
 
-    writing: set[int]  # the storages that a collective in flight writes into
+    writing: set[int] = field(default_factory=set)  # the storages that a collective in flight writes into
     holds: dict[str, object] = field(default_factory=dict)
     _first: dict[int, str] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)

@@ -10,23 +10,22 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 
 from harness.properties.property import Differs
 from harness.run import process_group, ranks
+from harness.teach import written
 from harness.teach.check import cases
-from harness.teach.check.difference import Comparison, Runs
+from harness.teach.check.difference import Comparison, Run
 from harness.teach.check.module import Broken, Missing, chapter, load
 from harness.teach.check.recorder import Recorder
 from harness.teach.check.tasks import judge
 from harness.teach.exercise import EXERCISES, ROOT, Blank, Target
 
-# What torch says when an operation meets a storage that was resized to 0.
-FREED = re.compile(r"setStorage|out of bounds for storage of size 0|storage of size 0")
-TOO_SMALL = re.compile(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)")
+ERRORS = written.beside(__file__, "errors")["error"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,10 @@ class Check:
     title: str
     blank: Blank | None = None
     target: Target | None = None
+
+    @property
+    def where(self) -> str | None:
+        return self.blank.where if self.blank else None
 
     @property
     def read(self) -> str:
@@ -50,57 +53,66 @@ def checks_of(name: str) -> list[Check]:
     return [*blanks, Check("All steps: training steps, what they send and what they hold")]
 
 
-def try_case(name: str, theirs, check: Check, case: cases.Case, recorder: Recorder) -> None:
-    """Raises what `theirs`, the student's module, does otherwise than the chapter in this case, or than a target."""
-    exercise = EXERCISES[name]
-    engine, whole = exercise.engine, f"{exercise.engine}.training_step"
-    if check.target:
-        return judge(exercise, check.target, getattr(theirs, engine), recorder, case.seed)
-    seen = cases.groups_of(dist.group.WORLD).seen
-    if (name, case) not in seen:  # once, whichever blank is compared with it
-        watched = [whole, *(blank.where for blank in exercise.blanks)]
-        right = Runs(case, recorder, watched).run(chapter(name), engine)
-        if right.ended:
-            raise right.ended
-        seen[name, case] = right
-    comparison = Comparison(check.blank.where if check.blank else whole, case)
-    right = seen[name, case]
-    asked = partial(comparison.expected, right)
-    comparison.compare(right, Runs(case, recorder, [comparison.where]).run(theirs, engine, asked))
+class Examination:
+    """Of one file, on this rank. Verdicts go to `folder`."""
 
+    def __init__(self, name: str, file: str, folder: str, seconds: float, seed: int):
+        self.name, self.exercise = name, EXERCISES[name]
+        self.folder, self.seconds, self.seed, self.rank = folder, seconds, seed, dist.get_rank()
+        self.recorder = Recorder(os.path.realpath(file), Path(folder, f"now.{self.rank}"))
+        self.right = {}  # case -> what the chapter does, whichever blank is compared with it
 
-def try_check(name: str, check: Check, recorder: Recorder, folder: str, item: str, seconds: float, seed: int) -> dict:
-    """This rank's verdict on a check: of the first case in which any rank finds something. A target has one case."""
-    rank, world_size, blank = dist.get_rank(), dist.get_world_size(), check.blank
-    verdict, theirs = {"status": "passed"}, None
-    found = cases.cases_of(name, blank.where if blank else None, seed)
-    for number, case in enumerate(found[:1] if check.target else found):
-        if (crash := Path(folder, f"crash.{rank}")).exists():  # else nobody starts new ranks
-            faulthandler.dump_traceback_later(seconds, exit=True, file=open(crash, "w"))  # noqa: SIM115
-        try:
-            if theirs is None:
-                theirs = load(name, recorder.file, blank)
-            try_case(name, theirs, check, case, recorder)
-        except BaseException as error:
-            loading = theirs is None and not isinstance(error, Missing)
-            verdict = {"at": case.at, **verdict_of(error, recorder), "loading": loading}
-        faulthandler.cancel_dump_traceback_later()
-        ranks.say(folder, f"{item}.case{number}", rank, verdict)
-        verdicts = ranks.everyone(folder, f"{item}.case{number}", world_size, seconds + 10)
-        if any(each is None or each["status"] != "passed" for each in verdicts):
-            break
-    return {**verdict, "count": recorder.count}
+    def tell(self, item, verdict: dict) -> list[dict | None]:
+        """This rank's verdict on an item; returns all ranks'."""
+        ranks.say(self.folder, item, self.rank, verdict)
+        return ranks.everyone(self.folder, item, dist.get_world_size(), self.seconds + 10)
+
+    def try_check(self, check: Check, item: int) -> dict:
+        """This rank's verdict: of the first case in which any rank finds something. A target has one case."""
+        verdict, theirs = {"status": "passed"}, None
+        found = cases.cases_of(self.name, check.where, self.seed)
+        for number, case in enumerate(found[:1] if check.target else found):
+            if (crash := Path(self.folder, f"crash.{self.rank}")).exists():  # else nobody starts new ranks
+                faulthandler.dump_traceback_later(self.seconds, exit=True, file=open(crash, "w"))  # noqa: SIM115
+            try:
+                if theirs is None:
+                    theirs = load(self.name, self.recorder.file, check.blank)
+                self.try_case(theirs, check, case)
+            except BaseException as error:
+                loading = theirs is None and not isinstance(error, Missing)
+                verdict = {"at": case.at, **verdict_of(error, self.recorder), "loading": loading}
+            faulthandler.cancel_dump_traceback_later()
+            verdicts = self.tell(f"{item}.case{number}", verdict)
+            if any(each is None or each["status"] != "passed" for each in verdicts):
+                break
+        return {**verdict, "count": self.recorder.count}
+
+    def try_case(self, theirs: ModuleType, check: Check, case: cases.Case) -> None:
+        """Raises what the student's module does otherwise than the chapter in this case, or than a target."""
+        exercise, engine = self.exercise, self.exercise.engine
+        if check.target:
+            return judge(exercise, check.target, getattr(theirs, engine), self.recorder, self.seed)
+        whole = f"{engine}.training_step"
+        if case not in self.right:
+            right = Run(case, [whole, *(blank.where for blank in exercise.blanks)])
+            right.train(self.recorder, chapter(self.name), engine)
+            if right.ended:
+                raise right.ended
+            self.right[case] = right
+        where = check.where or whole
+        wrong = Run(case, [where])
+        comparison = Comparison(where, self.right[case], wrong)
+        wrong.train(self.recorder, theirs, engine, comparison.expected)
+        comparison.compare()
 
 
 def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: float = 60, seed: int = 0) -> None:
-    """Try these checks on this rank. Verdicts go to `folder`. When the ranks have parted no other is tried."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    with Recorder(os.path.realpath(file), Path(folder, f"now.{rank}")) as recorder:
+    """Try these checks on this rank. When the ranks have parted no other is tried."""
+    examination = Examination(name, file, folder, seconds, seed)
+    with examination.recorder.recording():
         for number in numbers:
-            check = checks_of(name)[number]
-            verdict = try_check(name, check, recorder, folder, str(number), seconds, seed)
-            ranks.say(folder, number, rank, verdict)
-            if parted(ranks.everyone(folder, number, world_size, seconds + 10)):
+            verdict = examination.try_check(checks_of(name)[number], number)
+            if parted(examination.tell(number, verdict)):
                 cases.groups_of.cache_clear()  # a collective that was waited for in vain has broken them
                 return
 
@@ -135,16 +147,9 @@ def verdict_of(error: BaseException, recorder: Recorder) -> dict:
 
 def _in_a_students_words(said: str) -> str:
     """What an error of torch means in an exercise; "" for one that says it itself."""
-    if small := TOO_SMALL.search(said):
-        needed, there = small.groups()
-        return (
-            f"a tensor needs {needed} bytes, its storage has {there}. Does resize_() get bytes (numel() * "
-            "element_size())?"
-        )
-    if FREED.search(said):
-        return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
-    if "grad_dtype" in said:  # as torch says it, of `piece.grad = ...`
-        return "a piece is given a gradient of another dtype than its own: `gradient.to(piece.dtype)` casts it"
+    for error in ERRORS:
+        if found := re.search(error["said"], said):
+            return error["means"].format(*found.groups())
     return ""
 
 

@@ -9,11 +9,8 @@ properties that it names.
 import difflib
 import functools
 import inspect
-import linecache
-import tomllib
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
@@ -21,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.engine import base
 from harness.run.engines import CHAPTERS, STAGES
+from harness.teach import written
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,6 @@ class Change:
         if before.count(self.right) != 1:
             raise LookupError(f"{self.right!r} stands {before.count(self.right)} times in {self.where}, and must once")
         return before, before.replace(self.right, self.written)
-
-
-def run(text: str, name: str, file: str) -> dict:
-    """The names that a Python file with this text has. In errors it is called `file`."""
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # for errors that quote its lines
-    found = {"__name__": name}
-    exec(compile(text, file, "exec"), found)
-    return found
 
 
 @dataclass(frozen=True)
@@ -102,12 +92,12 @@ class Exhibit:
         """The wrong engine."""
         name, file = self.right.__name__, f"{self.stage} with bug {self.number}"
         if not self.of_engine:
-            return run(self.text, self.stage, file)[name]
-        names = run(self.code, file, file)
-        written = {name: value for name, value in names.items() if getattr(value, "__module__", None) == file}
-        if "Placement" in written:  # an engine makes its own in `prepare`, by this name
-            written["prepare"] = patch.object(base, "Placement", written["Placement"])(self.right.prepare)
-        return type(name, (self.right,), written)
+            return getattr(written.executed(self.text, self.stage, file), name)
+        names = vars(written.executed(self.code, file, file)).items()
+        own = {name: value for name, value in names if getattr(value, "__module__", None) == file}
+        if "Placement" in own:  # an engine makes its own in `prepare`, by this name
+            own["prepare"] = patch.object(base, "Placement", own["Placement"])(self.right.prepare)
+        return type(name, (self.right,), own)
 
     @property
     def written(self) -> str:
@@ -120,10 +110,10 @@ class Exhibit:
         return "\n\n".join(told)
 
 
-def load(file: Path) -> dict[int, Exhibit]:
+def _exhibits() -> dict[int, Exhibit]:
     """{number: exhibit}"""
     found = {}
-    for number, row in enumerate(tomllib.loads(file.read_text())["exhibit"], 1):
+    for number, row in enumerate(written.beside(__file__)["exhibit"], 1):
         differs = frozenset(row["differs"])
         row["changes"] = tuple(Change(**change) for change in row.get("changes", ()))
         row.setdefault("symptom", f"what differs from the right engine: {', '.join(sorted(differs)) or 'nothing'}")
@@ -132,7 +122,7 @@ def load(file: Path) -> dict[int, Exhibit]:
     return found
 
 
-EXHIBITS = load(Path(__file__).with_name("exhibits.toml"))
+EXHIBITS = _exhibits()
 
 
 def exhibit_of(number: str) -> Exhibit:

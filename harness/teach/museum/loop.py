@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from harness.engine.gradients import GradScaler
 from harness.run.data import Batches, load_text
 from harness.run.model import GPT, GPTConfig, initialize, next_token_loss
+from harness.teach import written
 from harness.teach.museum.exhibits import Exhibit
 
 TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
@@ -67,17 +68,9 @@ class Written(nn.Module):
         return self.last(self.block(x))
 
 
-# What is around each block, and {a field of `Training`: how a visitor hears of it}.
+# What is around each block; and in exhibits.toml {a field of `Training`: how a visitor hears of it}.
 AROUND = {"with a loss that each block keeps": Balanced, "on a model that writes to what its blocks return": Written}
-TOLD = {
-    "micro_batches": "{} backwards per step",
-    "max_norm": "gradients clipped to a norm of {}",
-    "frozen": "{} frozen",
-    "model": "{}",
-    "overflow_at": "with a loss scaler; after {} steps one gradient of rank 1 is inf",
-    "reload_at": "after {} steps a new engine loads the state",
-    "resume_at": "after {} steps it stops, and is resumed from a checkpoint",
-}
+TOLD = written.beside(__file__, "exhibits")["told"]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import argparse
 import gc
 import math
 import sys
-import textwrap
 from collections import Counter
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch.distributed as dist
@@ -139,9 +139,9 @@ def report(right: list[dict], wrong: list[dict]) -> str:
     numbers = range(len(right))
     table = [["", *(f"right, rank {rank}" for rank in numbers), *(f"this, rank {rank}" for rank in numbers)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
-        for step in range(len(right[0][key])):
-            values = [f"{found[key][step]:.5f}" if step < len(found[key]) else "-" for found in (*right, *wrong)]
-            table.append([f"{label}, step {step + 1}", *values])
+        for step, found in enumerate(zip_longest(*(each[key] for each in (*right, *wrong))), start=1):
+            values = ["-" if number is None else f"{number:.5f}" for number in found]
+            table.append([f"{label}, step {step}", *values])
     lines = tables.text(table, rule=False)
     if wrong[0]["counted"]:
         counted = [(line, f"{ours:,}", f"{theirs:,}") for line, ours, theirs in rows(right, wrong)]
@@ -183,7 +183,7 @@ def told(exhibit: Exhibit, asked: str) -> str:
     }
     lines = [f"Bug {exhibit.number}, {exhibit.stage}: {exhibit.title}", ""]
     for part in (f"The symptom: {exhibit.symptom}.", *parts[asked]):
-        lines.append(textwrap.fill(part, 100, break_on_hyphens=False))
+        lines.append(tables.wrapped(part))
     if asked != "answer":
         following = "hint" if asked == "clue" else "answer"
         lines += ["", f"And if that does not help: ./launch.sh bug {exhibit.number} --{following}"]

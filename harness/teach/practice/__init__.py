@@ -3,12 +3,10 @@
 tasks: what is asked and how it is checked; threads: ranks as threads of this process, for steps that need a collective.
 """
 
-import tomllib
-from pathlib import Path
-
+from harness.teach import written
 from harness.teach.practice.tasks import TASKS, NotYet
 
-WORDS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())  # {task: {"hints", "onward"}}
+WORDS = written.beside(__file__, "tasks")  # {task: {"hints", "onward"}}
 TRIED: set[str] = set()  # the tasks for which somebody has written something, right or wrong
 _shown: dict[str, int] = {}  # hints that were given, by task
 
