@@ -1,11 +1,10 @@
 """`conform` on engines of files: one that is right, and others that are wrong, refuse, crash, or hang."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
+import forked
 import pytest
 
 from harness.properties.conform import (
@@ -19,7 +18,7 @@ from harness.properties.conform import (
     versions,
     without_places,
 )
-from harness.properties.property import CHAPTERS, STAGES, library
+from harness.properties.property import CHAPTERS, GROUPS, STAGES, library
 from tests.test_engine_file import LISTING, ROOT, STEP
 
 LAST = "        dist.all_reduce(self.gradients)\n"
@@ -34,7 +33,7 @@ ENGINES = {
 }
 
 
-def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
+def conform(tmp_path, *names: str):
     """Engines of files on one property: a start of ranks for each, so a test asks no more than it needs."""
     files = {name: tmp_path / f"{name}.py" for name in names}
     for name, file in files.items():
@@ -42,8 +41,7 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
         assert old in LISTING
         file.write_text(LISTING.replace(old, new))
     words = [*map(str, files.values()), "2", "--only", "a_step_on_integers", "--json", str(tmp_path / "found.json")]
-    environment = os.environ | {"PYTHON": python, "ZERO_TIMEOUT": "3"}
-    run = subprocess.run(["./launch.sh", "conform", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = forked.launch("conform", *words, ZERO_TIMEOUT="3")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["versions"] == versions() and found["ranks"] == 2 and list(found["engines"]) == [*names]
     for name in names:
@@ -55,13 +53,13 @@ def conform(python: str, tmp_path, *names: str) -> subprocess.CompletedProcess:
     return run
 
 
-def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(quick_python, tmp_path):
-    run = conform(quick_python, tmp_path, "sums", "dies", "trips", "parts")
+def test_wrong_crash_and_hang_are_told_apart_and_the_others_engines_go_on(tmp_path):
+    run = conform(tmp_path, "sums", "dies", "trips", "parts")
     assert run.returncode == 1, run.stdout + run.stderr
 
 
-def test_right_and_refused_engines_end_it_with_status_0(quick_python, tmp_path):
-    run = conform(quick_python, tmp_path, "fine", "refuses")
+def test_right_and_refused_engines_end_it_with_status_0(tmp_path):
+    run = conform(tmp_path, "fine", "refuses")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -86,13 +84,16 @@ def test_what_is_said_names_no_place_of_this_machine(said, kept):
     assert over_the_ranks([{"outcome": "crash", "says": said}])["says"] == kept
 
 
-def test_every_property_is_asked_of_every_engine():
+def test_every_property_says_what_must_be_true_and_is_asked_of_every_engine():
     assert len(library()) >= 95
     for name, each in library().items():
+        assert each.group in GROUPS and each.says.endswith("."), name
         size = size_of(each, 2)
         assert cases_on(each, size, "ddp"), name
         assert not any("<" in in_names(case.arguments) for case in each.cases), name  # no raw Python
         ours = {case.engine for case in each.cases}
+        usual = {case.engine for case in each.cases if not case.thorough}
+        assert ours == usual or not usual, f"{name} is left to --thorough for a stage"
         assert ours and all(cases_on(each, size, engine) for engine in ours), name
 
 

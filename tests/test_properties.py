@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.properties.conform import in_names, size_of
-from harness.properties.property import GROUPS, STAGES, NotApplicable, Subject, examine, library, subject
+from harness.properties.property import STAGES, NotApplicable, Subject, examine, library, subject
 from harness.run import engines
 from harness.run.counterparts import ddp
 
@@ -67,14 +67,6 @@ def test_who_says_it_were_a_stage_is_found_out(ranks, size, name, build, stage):
     for rank, (finding,) in enumerate(ranks(size).run(of_an_impostor, name=name, build=build, stage=stage)):
         assert f"rank {rank}: " in str(finding)
         assert finding.expected != finding.found and any(word in finding.what for word in ("bytes", "collectives"))
-
-
-def test_a_property_says_what_must_be_true():
-    for name, each in library().items():
-        assert each.group in GROUPS and each.says.endswith("."), name
-        stages = {case.engine for case in each.cases}
-        usual = {case.engine for case in each.cases if not case.thorough}
-        assert stages == usual or not usual, f"{name} is left to --thorough for a stage"
 
 
 def test_engines_of_the_registry_are_subjects():

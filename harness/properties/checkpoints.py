@@ -169,7 +169,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     """
     options = {"dtype": torch.float32, "param_dtype": torch.bfloat16} if mixed else {}
     trained, other = (zoo_under(engine, OPTIMIZERS[optimizer], seed, **options) for seed in (0, 3))
-    schedule, its = (torch.optim.lr_scheduler.StepLR(each.optimizer, 2) for each in (trained, other))
+    schedule, _ = (torch.optim.lr_scheduler.StepLR(each.optimizer, 2) for each in (trained, other))
     trained.optimizer.param_groups[0].update(OPTIONS)
     other.optimizer.param_groups[0].update(dict.fromkeys(OPTIONS))
     for step in range(3):
@@ -190,10 +190,8 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     read = {**OPTIONS, "number": 0.25, "numbered": {1: "a", 2: 0.5}}  # as Python's numbers
     same("the options", str({key: other.optimizer.param_groups[0][key] for key in OPTIONS}), str(read))
     same("what save returns", (saved.rank, saved.path), (engine.rank, folder / "000001"))
-    same("the caller's values", (found["rank"], found["keys"]), (engine.rank, extra["keys"]))
-    same("a tensor of the caller's", found["random"], extra["random"])
-    its.load_state_dict(found["schedule"])
-    same("learning rates", [group["lr"] for group in other.optimizer.param_groups], its.get_last_lr())
+    same("a tensor of the caller's", found.pop("random"), extra.pop("random"))
+    same("the caller's values, in any order", [found], [extra])
     same("the losses after loading", torch.stack(train(other, range(3, 6))), torch.stack(ahead))
     same("the state after training on", state_of(other), state_of(trained))
 
@@ -440,9 +438,8 @@ def what_one_rank_cannot_write_nobody_has(engine):
         train(trained, [1])
         with (
             files_of_at_most(2_000) if rank == 1 else contextlib.nullcontext(),
-            warnings.catch_warnings(record=True) as warned,
+            warnings.catch_warnings(record=True, action="always") as warned,
         ):
-            warnings.simplefilter("always")
             for each in (save_in_background, save):  # the thread warns a moment after its future has its error
                 with refused("rank 1: ", "File too large", "earlier ones are as they were", error=RuntimeError) as why:
                     each()

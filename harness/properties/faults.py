@@ -52,15 +52,12 @@ def trip(pair: Pair, where: str) -> None:
         if where == "backward":
             args[0].register_hook(raises)
 
-    handle = pair.model.blocks[1].register_forward_pre_hook(hook)
-    try:
+    with pair.model.blocks[1].register_forward_pre_hook(hook):
         with pair.trained.no_sync() if where == "no_sync" else contextlib.nullcontext():
             loss = pair.alone(0)
             if where in ("loss", "no_sync"):
                 raises()
         loss.backward()
-    finally:
-        handle.remove()
 
 
 @stages_hold(

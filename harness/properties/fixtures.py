@@ -534,10 +534,9 @@ class Pair:
             param.grad = None if skipped or param.grad is None else (param.grad / scale).to(param.dtype)
         if max_norm is not None:
             scaler.unscale_(self.trained)
-        if max_norm is not None and skipped:
-            self.trained.clip_grad_norm_(max_norm)  # nobody knows what it will be: all ranks call it
-        elif max_norm is not None:
-            self.clip(max_norm)
+            # Of a step that overflows nobody knows what the norm will be; all ranks ask for it.
+            clip = self.trained.clip_grad_norm_ if skipped else self.clip
+            clip(max_norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -257,9 +257,8 @@ def an_evaluation_before_backward(model, batch, scale):
 def a_gradient_of_an_activation_first(model, batch, scale):
     """`autograd.grad` down to the middle: what it returns is not added to any parameter's gradient."""
     seen = []
-    hook = model_of(model).blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
-    loss = both(model, batch, scale)
-    hook.remove()
+    with model_of(model).blocks[1].register_forward_hook(lambda module, args, out: seen.append(out)):
+        loss = both(model, batch, scale)
     assert torch.autograd.grad(loss, seen, retain_graph=True)[0].abs().max() > 0
     loss.backward()
 

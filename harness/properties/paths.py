@@ -143,12 +143,11 @@ def kept_by_the_model(model, x, y):
 
 def features_of_hooks(model, x, y):
     """The loss takes what hooks of the caller's have seen, on units or on layers in them; of the output only a part."""
-    blocks, seen, hooks = model_of(model).blocks, [], []
-    for module in (blocks[0], *(block.a for block in blocks[1:])):
-        hooks.append(module.register_forward_hook(lambda module, args, out: seen.append(out)))
-    out = model(x)
-    for hook in hooks:
-        hook.remove()
+    (first, *others), seen = model_of(model).blocks, []
+    with contextlib.ExitStack() as hooks:
+        for module in (first, *(block.a for block in others)):
+            hooks.enter_context(module.register_forward_hook(lambda module, args, out: seen.append(out)))
+        out = model(x)
     return F.cross_entropy(out.detach() + out[:, :1], y) + sum(each.pow(3).sum() for each in seen)
 
 
@@ -526,8 +525,7 @@ def follow(engine, path: str, late: bool = False, **options) -> None:
     with late_collectives() if late else contextlib.nullcontext([]) as pending:
         for step in range(3):
             gather = mock.patch.object(zero1, "all_gather", wraps=partial(without_lock, zero1.all_gather))
-            with warnings.catch_warnings(record=True) as caught, gather as gathers:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as caught, gather as gathers:
                 pair.keeps = path.keeps  # a graph that backward built may be gone through once more
                 pair.backward(step)
                 pair.keeps = False

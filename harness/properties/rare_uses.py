@@ -51,15 +51,16 @@ class Calls(OddModel):
         super().__init__()
         self.with_graph = with_graph
 
+    def again(self, tokens):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
+            return self(tokens, inner=True)
+
     def forward(self, tokens, inner: bool = False):
         if inner:
             return super().forward(tokens)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
-            before = self(10 - tokens, inner=True)
+        before = self.again(10 - tokens)
         out = super().forward(tokens) + before
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.with_graph):
-            after = self(out.argmax(1)[:, None], inner=True)
-        return out + after
+        return out + self.again(out.argmax(1)[:, None])
 
 
 class Chained(OddModel):
@@ -194,10 +195,8 @@ def interrupted(pair: Pair, module: nn.Module) -> None:
         asked.append(module)
         raise KeyboardInterrupt
 
-    hook = module.register_forward_pre_hook(press)
-    with contextlib.suppress(KeyboardInterrupt):
+    with module.register_forward_pre_hook(press), contextlib.suppress(KeyboardInterrupt):
         pair.alone()
-    hook.remove()
     same("how often it is interrupted", len(asked), 1)
 
 

@@ -182,8 +182,7 @@ def a_loop_of_ones_own_trains_alike(engine, named=False, **options):
         pair.backward(step)
         pair.trained(tokens)  # a forward without backward, right before the weights change: nothing may survive it
         pair.step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             for schedule in schedules:
                 schedule.step()
         same("the rates", schedules[1].get_last_lr(), schedules[0].get_last_lr())
