@@ -9,6 +9,7 @@ programs by it without launch.sh and torchrun.
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -137,6 +138,7 @@ def _as_python(executable: str, arguments: list[str], folder: str, environment: 
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
+    gc.freeze()  # what was imported is no garbage: a collection need not look at it
     sys.stdin = open(0)  # noqa: SIM115  multiprocessing has closed it
     os.chdir(folder)
     os.environ.clear()
