@@ -78,8 +78,8 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
 
     def reduce_gradients(self) -> None:
         """Step 3, as in the chapter: in the reduce dtype, over replicas, to the host, and once."""
-        if self.gradients_are_reduced:
-            return  # `clip_grad_norm_` needs the averages and has called this; no gradient came since
+        if self.gradients_are_reduced:  # `clip_grad_norm_` needs the averages and has called this; none came since
+            return self.require_all()  # but somebody may have written into the weights
         works = []
         for bucket in self.buckets:
             if bucket.divisors[0] > 1:

@@ -416,13 +416,19 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
     same("the weights after the refusal", trained.full_state_dict(), before)
     with shared_folder() as folder:
         save = partial(checkpoint.save, trained, folder)
-        for take in (trained.full_state_dict, save, trained.step, trained.close):
+        for take in (trained.full_state_dict, save, trained.step, trained.close, CLIPPED):
             pair.alone(0).backward()
+            if take is CLIPPED:  # all has been looked at once, before the write
+                trained.clip_grad_norm_(1.0)
+                take = trained.step
             with refused("'head.weight'" if write in (clamp, clamp_data) else "head.", error=RuntimeError):
                 write(trained.model, None)
                 take()
             trained.zero_grad()
             trained.load_full_state_dict(before)  # the way out
+
+
+CLIPPED = "a step whose gradients were clipped"
 
 
 def by_data(block):
