@@ -26,7 +26,7 @@ from harness.engine.checkpoint.rectangles import rectangles
 from harness.properties import fixtures
 from harness.properties.checkpoints import state_of
 from harness.properties.property import same
-from harness.run.shared_folder import shared_folder
+from harness.properties.shared_folder import shared_folder
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 1, 3), (1, 6), (3, 2, 2, 5), (2, 0, 3)])

@@ -114,7 +114,7 @@ def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(r
         ranks(3).run(in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")
 
 
-def test_a_folder_in_use_is_refused(tmp_path, monkeypatch):
+def test_a_folder_in_use_and_one_of_another_model_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
     monkeypatch.setattr(train, "LEAVING", 0.1)
     line = ["zero3", "--preset", "toy", "--folder", str(tmp_path / "one")]
@@ -123,6 +123,9 @@ def test_a_folder_in_use_is_refused(tmp_path, monkeypatch):
         train.arguments(line)
     held.release()
     assert train.arguments(line).steps == 200
+    journal.Journal(tmp_path / "one", 0).write(step=1, preset="tiny")
+    with pytest.raises(ValueError, match="one' has a run of --preset tiny: take another"):
+        train.arguments(line)
 
 
 def test_the_journal_has_every_step_once(tmp_path):

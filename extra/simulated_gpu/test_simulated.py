@@ -9,16 +9,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import forked
+import psutil
 import pytest
 import torch
-from test_train import Run
 
 from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, each
 from harness.measure import report
 from harness.properties import fixtures
+from harness.run import journal, ranks
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
@@ -50,13 +52,22 @@ def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
 
 
 def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
-    options = ("train", "zero3", str(RANKS), "--preset", "toy", "--save-every", "2", "--steps")
-    run = Run(tmp_path / "run", str(ROOT / "launch.sh"), *options, "12", ZERO_TIMEOUT="60")
-    os.kill(run.wait_for_ranks(RANKS, [], 4)[-1], signal.SIGKILL)
-    assert run.end() == 0, run.output.read_text()
-    assert len(run.lines("start")) == 2, "nobody noticed that a rank was killed"
-    launch(*options, 14, "--folder", tmp_path / "run")
-    assert run.lines(None)[-1]["step"] == 14
+    folder = tmp_path / "run"
+    options = ["train", "zero3", RANKS, "--preset", "toy", "--save-every", 2, "--folder", folder, "--steps"]
+    line = [ROOT / "launch.sh", *options, 200]
+    own = ranks.environment(PYTHON=sys.executable, ZERO_TIMEOUT="60")  # whose ranks are its children
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*map(str, line)], env=own, **streams) as run:
+        while len(journal.read(folder)) < 4:
+            assert run.poll() is None, run.stdout.read()
+            time.sleep(0.03)
+        started = psutil.Process(run.pid).children(recursive=True)
+        [process for process in started if "RANK" in process.environ()][-1].kill()
+        said = run.stdout.read()
+    assert run.returncode == 0, said
+    assert "going on after step" in said, "nobody noticed that a rank was killed"
+    launch(*options, 202)
+    assert [line["step"] for line in journal.read(folder)] == list(range(1, 203))
 
 
 def test_report(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ from harness.properties.fixtures import (
     vector_batch,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
-from harness.run.shared_folder import shared_folder
+from harness.properties.shared_folder import shared_folder
 
 
 class Remembers(torch.optim.SGD):

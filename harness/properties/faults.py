@@ -34,8 +34,8 @@ from harness.properties.fixtures import (
 )
 from harness.properties.loops import forked
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
+from harness.properties.shared_folder import shared_folder
 from harness.run.data import while_all_have
-from harness.run.shared_folder import shared_folder
 
 # Faults, and freed weights.
 

@@ -36,8 +36,8 @@ from harness.properties.fixtures import (
 )
 from harness.properties.precision import scaler_of
 from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, only, refused, same, stages_hold
+from harness.properties.shared_folder import shared_folder
 from harness.run.model import next_token_loss
-from harness.run.shared_folder import shared_folder
 
 
 @holds("values", ask(ranks=4))

@@ -23,8 +23,8 @@ from harness.properties.fixtures import (
     silent_group,
 )
 from harness.properties.property import ask, ask_each, expect, only, refused, same, stages_hold, subject
+from harness.properties.shared_folder import shared_folder
 from harness.run.model import GPT, PRESETS, GPTConfig, initialize, next_token_loss
-from harness.run.shared_folder import shared_folder
 
 
 def on_meta(build):

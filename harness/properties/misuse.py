@@ -36,7 +36,7 @@ from harness.properties.fixtures import (
     through_a_file,
 )
 from harness.properties.property import ask, ask_each, ask_thorough, holds, only, refused, same, stages_hold
-from harness.run.shared_folder import shared_folder
+from harness.properties.shared_folder import shared_folder
 
 # The standard loop.
 

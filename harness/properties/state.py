@@ -24,7 +24,7 @@ from harness.properties.fixtures import (
     vector_batch,
 )
 from harness.properties.property import ask, holds, refused, same, stages_hold
-from harness.run.shared_folder import shared_folder
+from harness.properties.shared_folder import shared_folder
 
 
 @holds("life", ask(ranks=3, more_ranks=(1, 2)), ask(param_dtype=torch.bfloat16))

@@ -190,7 +190,7 @@ class ZeRO1By2Psi(ZeRO1Engine):
 
     def reduce_gradients(self) -> None:
         if self.gradients_are_reduced:
-            return
+            return self.require_all()
         works = []
         for bucket in self.buckets:
             shard = bucket.gradient.new_empty(bucket.shard_numel)

@@ -42,6 +42,9 @@ def arguments(argv=None) -> argparse.Namespace:
     if options.global_batch < ranks:
         few = f"--global-batch {options.global_batch} is too small"
         raise ValueError(f"{few}: {ranks} rank(s) need {ranks} or more sequences per step")
+    for line in journal.read(options.folder)[-1:]:
+        if line["preset"] != options.preset:
+            raise ValueError(f"--folder {str(options.folder)!r} has a run of --preset {line['preset']}: take another")
     if "ZERO_PREFLIGHT" in os.environ and process_group.machines() == 1:  # of several, others may have begun this run
         journal.lock(options.folder, LEAVING).release()
     return options
@@ -156,7 +159,7 @@ class Training:
         tokens = self.options.global_batch * self.batches.seq / (time.perf_counter() - began)
         line = {"loss": loss, "norm": norm.item(), "lr": lr, "tokens_per_s": tokens}
         if self.journal:
-            self.journal.write(step=self.step, **line, ranks=self.me.world_size)
+            self.journal.write(step=self.step, **line, ranks=self.me.world_size, preset=self.options.preset)
         last = leave or self.step == self.options.steps
         if last or self.step % PRINT_EVERY == 0:
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in line.items())

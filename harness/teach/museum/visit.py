@@ -25,9 +25,9 @@ from harness.measure.held import held_bytes
 from harness.measure.memory_parts import GATHERED, PartsLedger
 from harness.measure.timeline import Timeline
 from harness.measure.watched_step import watched_step
+from harness.properties.shared_folder import shared_folder
 from harness.run import process_group, ranks
 from harness.run.command_line import Parser, one_line
-from harness.run.shared_folder import shared_folder
 from harness.teach.museum.exhibits import EXHIBITS, Exhibit, exhibit_of
 from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
