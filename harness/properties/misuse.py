@@ -213,12 +213,16 @@ def a_model_that_changes_after_the_build_is_refused(engine, change, use=Pair.ste
     pair.alike()
     act, words = (MOVES | CHANGES | SWAPS)[change]
     own = () if change == "weight_norm" else ("engine",)  # torch's words are of a Parameter, ours of a parameter
+    if use is whole_state:
+        own = "'head.weight'", "moved out of the engine's buffer"
+    before = pair.trained.full_state_dict()
     with refused(*words, *own, error=(RuntimeError, TypeError, KeyError)) as said:
         act(pair.model)
         use(pair)
     if change in MOVES:
-        same("whether one that did not change is named", "'head.weight'" in said[0] and len(words) > 1, False)
+        same("whether one that did not change is named", "'head.weight'" in said[0] and words != ("'",), False)
         state = pair.trained.full_state_dict()
+        same("the shards after the refusal", {name: state[name] for name in before}, before)
         for name, param in pair.plain.named_parameters():
             same(f"{name} after the refusal", state[name], param, 1e-12)
 

@@ -54,6 +54,11 @@ def the_state_of_one_engine_is_taken_in_by_another(engine, **options):
         with refused(name, error=(KeyError, ValueError)):
             trained.load_full_state_dict(broken)
     same("the state after what was refused", trained.full_state_dict(), state)
+    a_step(trained, 1)  # and what was trained, not loaded: the same weights, and the same operations on them
+    fresh = odd(engine, **options)
+    fresh.load_full_state_dict(trained.full_state_dict())
+    with torch.no_grad():
+        same("what an engine computes that has it all", fresh(tokens), trained(tokens))
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple:
