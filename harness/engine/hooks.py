@@ -8,10 +8,23 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-# `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
-# it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. The mark is
-# `torch.compiler.disable`, in a form that imports the compiler when it is needed and not here.
-not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+compiler = torch._C._dynamo.eval_frame
+
+
+def not_compiled(function):
+    """`torch.compiler.disable`, in a form that costs a call nothing.
+
+    `torch.compile` traces Python code into a graph, and follows what it calls. A hook must stay outside of every graph:
+    it gathers, frees and sends. Marked so, it is called as it is; FSDP2's hooks are marked, too. torch's own mark wraps
+    the function in two more, and a step of ZeRO-3 calls some marked function at every weight.
+    """
+    if not hasattr(compiler, "set_code_exec_strategy"):  # torch's own, and may be renamed
+        return torch.compiler.disable(function)
+    function._torchdynamo_disable = function._torchdynamo_disable_recursive = True  # for who traces a call of it
+    function._torchdynamo_disable_msg = None
+    skip = compiler._FrameAction.SKIP  # for who calls it: neither this nor what it calls is traced
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
 
 
 class WeakHook:

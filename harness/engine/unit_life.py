@@ -19,6 +19,7 @@ from harness.engine.base import Engine
 from harness.engine.bucket import EngineReduction, EngineUnit
 from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled, tensors_in, when_backward_ends
 from harness.engine.options import meta, precision
+from harness.engine.options.tensor_parallel import local
 from harness.engine.safety import guard
 from harness.engine.safety.unchanged import Look, moved_message
 from harness.engine.safety.waiting import Sequence
@@ -519,7 +520,7 @@ class ZeRO3Engine(UnitLife):
                 f"the model uses {param.zero_name!r} outside of the forward of its unit {unit.name!r}. The unit is "
                 "gathered for it, and stays so until the model's forward ends, in every step. For less memory pass "
                 "units= that hold whole modules whose weights only their own forward uses",
-                stacklevel=8,  # past `not_compiled`, which is on the way twice
+                stacklevel=4,
             )
         self.lent.add(unit)
         self.gather_meanwhile(unit)
@@ -619,7 +620,7 @@ def storage_number(tensor: torch.Tensor) -> int | None:
     """The same for all views of one storage; None for a sparse tensor, which has none."""
     if tensor.layout is not torch.strided:
         return None
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+    return local(tensor).untyped_storage()._cdata
 
 
 def frame_of_module():
@@ -661,8 +662,7 @@ def refuse_moved(unit) -> None:
             continue
         first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
         for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
-            address = getattr(param, "_local_tensor", param).data_ptr()
-            if address != first + step * offset and param.numel():
+            if local(param).data_ptr() != first + step * offset and param.numel():
                 moved.append(name)
     if moved:
         raise RuntimeError(moved_message(moved))

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled
 from harness.engine.options import pipelines
+from harness.engine.options.tensor_parallel import local
 from harness.engine.safety.guard import LOST, living
 from harness.engine.safety.waiting import name_some
 
@@ -131,7 +132,7 @@ _WRITTEN = (
 
 
 def _address(param: torch.Tensor) -> int:
-    return getattr(param, "_local_tensor", param).data_ptr()
+    return local(param).data_ptr()
 
 
 def moved_message(names: list[str]) -> str:
