@@ -139,27 +139,22 @@ def load_full_state_dict(engine, state: dict[str, torch.Tensor]) -> None:
 
 
 def take_in(engine, modules: list[tuple], values: list[tuple]) -> None:
-    """Modules take their values, on all ranks or on none; then the others come to their places. A collective."""
-    set_extra_states(engine, modules)
-    engine.placement.finish_all()
-    with torch.no_grad():
-        for place, value in values:
-            place.copy_(value)
+    """`modules` (module, value) take their values, on all ranks or on none; then `values` (place, value) are written.
 
-
-def set_extra_states(engine, values: list[tuple]) -> None:
-    """(module, what it is given by `set_extra_state()`): all of them take it on all ranks, or none. A collective.
-
-    That is the modules' own code, which may raise. So it comes before anything else is loaded.
+    `set_extra_state()` is the modules' own code, which may raise. So it comes before anything else. A collective.
     """
-    before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in values]
+    before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in modules]
     try:
-        if values:
-            on_all(lambda: [module.set_extra_state(value) for module, value in values], engine.placement.everyone)
+        if modules:
+            on_all(lambda: [module.set_extra_state(value) for module, value in modules], engine.placement.everyone)
     except Exception:
         for module, value in before:
             module.set_extra_state(value)
         raise
+    engine.placement.finish_all()
+    with torch.no_grad():
+        for place, value in values:
+            place.copy_(value)
 
 
 def _check_state(engine, state) -> None:
