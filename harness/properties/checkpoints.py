@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from harness.engine import checkpoint
@@ -38,6 +37,8 @@ from harness.properties.fixtures import (
     SGD,
     Keeping,
     OddModel,
+    a_step,
+    a_step_on_vectors,
     all_params,
     grid,
     in_float64,
@@ -47,7 +48,6 @@ from harness.properties.fixtures import (
     stack,
     token_batch,
     trained_params,
-    vector_batch,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 from harness.properties.shared_folder import shared_folder
@@ -133,10 +133,9 @@ def zoo_under(engine, optimizer=ADAMW, seed: int = 0, odd: bool = True, dtype=to
     return engine(model, optimizer, **options)
 
 
-def train(trained, steps, rank: int | None = None) -> list:
-    """A step on the batch of each of `steps`, which is another on every rank, or that of `rank`; returns the losses."""
-    batches = [token_batch(step, dist.get_rank() if rank is None else rank) for step in steps]
-    return [trained.training_step(*batch, in_float64) for batch in batches]
+def train(trained, steps) -> torch.Tensor:
+    """A step on this rank's batch of each of `steps`; returns the losses."""
+    return torch.stack([a_step(trained, step) for step in steps])
 
 
 def state_of(trained, buffers: bool = False) -> dict:
@@ -173,7 +172,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     trained.optimizer.param_groups[0].update(OPTIONS)
     other.optimizer.param_groups[0].update(dict.fromkeys(OPTIONS))
     for step in range(3):
-        train(trained, [step])
+        a_step(trained, step)
         schedule.step()
     train(other, range(7, 9))
     extra = {"schedule": schedule.state_dict(), "rank": engine.rank, "random": torch.get_rng_state()}
@@ -192,7 +191,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     same("what save returns", (saved.rank, saved.path), (engine.rank, folder / "000001"))
     same("a tensor of the caller's", found.pop("random"), extra.pop("random"))
     same("the caller's values, in any order", [found], [extra])
-    same("the losses after loading", torch.stack(train(other, range(3, 6))), torch.stack(ahead))
+    same("the losses after loading", train(other, range(3, 6)), ahead)
     same("the state after training on", state_of(other), state_of(trained))
 
 
@@ -228,7 +227,8 @@ def a_checkpoint_travels(engine, journey):
                         found = checkpoint.load(trained, source)
                         same(f"the caller's values at station {number}, {kind}", found, told)
                         checkpoint.async_save(trained, copied, **found).result()
-                    train(trained, todo, rank=0)  # the same batch everywhere
+                    for step in todo:
+                        trained.training_step(*token_batch(step, 0), in_float64)  # the same batch everywhere
                     checkpoint.save(trained, here, **TOLD)
                 elif kind == "file":
                     dcp_to_torch_save(checkpoint.newest(source), f"{here}.pt")
@@ -370,7 +370,7 @@ def damage(good: Path, folder: Path) -> None:
 def what_cannot_be_loaded_changes_nothing(engine):
     """A checkpoint that is damaged, of another run, or that runs code is refused; the next good one loads."""
     trained = zoo_under(engine)
-    train(trained, [0])
+    a_step(trained)
     with shared_folder() as folder:
         checkpoint.save(trained, folder / "good", step=1)
         good = state_of(trained)
@@ -378,7 +378,7 @@ def what_cannot_be_loaded_changes_nothing(engine):
         if engine.rank == 0:
             damage(folder / "good" / "000001", folder)
         dist.barrier()
-        train(trained, [1])
+        a_step(trained, 1)
         before = state_of(trained, buffers=True)
         for name, (error, *words) in NOT_LOADED.items():
             with refused(*words, error=error):
@@ -424,7 +424,7 @@ def files_of_at_most(nbytes: int):
 def what_one_rank_cannot_write_nobody_has(engine):
     """An error in one rank's files is one on all, in the same words; nothing is left over, and the last one is good."""
     trained, rank = zoo_under(engine), engine.rank
-    train(trained, [0])
+    a_step(trained)
     expected, said = state_of(trained), []
     with shared_folder() as folder:
 
@@ -435,7 +435,7 @@ def what_one_rank_cannot_write_nobody_has(engine):
             return checkpoint.async_save(trained, folder / "run", step=1).result()
 
         save_in_background()  # so that its group is there: to make it takes the store, which may be a file
-        train(trained, [1])
+        a_step(trained, 1)
         with (
             files_of_at_most(2_000) if rank == 1 else contextlib.nullcontext(),
             warnings.catch_warnings(record=True, action="always") as warned,
@@ -569,7 +569,7 @@ def each_rank_writes_its_part(engine, hybrid=False):
     ZeRO-1 and -2 have whole parameters, and each rank writes its shard of them all the same. Of replicas one writes.
     """
     trained = engine(stack(4, 256), ADAMW, group=grid() if hybrid else None)
-    trained.training_step(*vector_batch(0, engine.rank, 256), F.mse_loss)
+    a_step_on_vectors(trained, 0, 256)
     with shared_folder() as folder:
         written = checkpoint.save(trained, folder).nbytes
     own = 0

@@ -19,6 +19,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    VECTORS,
     Lanes,
     OddModel,
     Pair,
@@ -26,11 +27,9 @@ from harness.properties.fixtures import (
     a_step,
     alone,
     odd,
-    of_vectors,
     own_tokens,
     seeded,
     vector_batch,
-    vectors,
 )
 from harness.properties.loops import forked
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same, stages_hold
@@ -203,7 +202,7 @@ def only_the_first_step_of_a_kind_is_compared(engine):
     """Once training, evaluation and `no_sync` are known, ranks compare no more notes; a second engine adds no group."""
     groups = []
     for _ in range(2):
-        pair = Pair(engine, partial(Stack, 3, 8), DECAY, loss=of_vectors, batch=vectors(8), prefetch=0)
+        pair = Pair(engine, partial(Stack, 3, 8), DECAY, prefetch=0, **VECTORS)
         for _ in range(2):
             with TrafficLedger() as traffic:  # of the second turn in the end
                 pair.step_alone()
@@ -261,7 +260,7 @@ CALLS = (
 )
 
 
-@stages_hold("misuse", ask())
+@stages_hold("misuse")
 def a_rank_that_waits_long_says_for_what(engine):
     """After a while it says on stderr, once, what it waits for and who has come; when the others come, it goes on."""
     rank, size = engine.rank, engine.size

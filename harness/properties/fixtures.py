@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -176,17 +177,15 @@ class Lanes(nn.Module):
         return through(x, [self.blocks[index] for index in self.way if index != self.skip])
 
 
-class Branches(nn.Module):
-    """Three heads, of which a group uses one and nobody the third, and a buffer."""
+class Branches(OddModel):
+    """Two heads more, of which a group uses one; nobody uses its own."""
 
-    def __init__(self, shift: float = 0.0):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-        self.register_buffer("shift", torch.full((5,), shift))
+    def __init__(self):
+        super().__init__(blocks=1)
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
 
-    def forward(self, x, head):
-        return self.heads[head](torch.tanh(self.blocks[0](x)) + self.shift)
+    def forward(self, tokens, head):
+        return self.heads[head](self.features(tokens))
 
 
 class Keeping(nn.Module):
@@ -210,6 +209,15 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype=torch.float64, d
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's, where it is built; `manual_seed` sets the GPUs' too
         return build().to(dtype).to(device)
+
+
+def started_by(rank: int, build=OddModel) -> nn.Module:
+    """An `OddModel` as this rank alone starts it: what no seed makes differ is another one, too."""
+    model = seeded(build, rank)
+    with torch.no_grad():
+        model.shift.add_(rank)
+        model.frozen.add_(rank)
+    return model
 
 
 def stack(layers: int, width: int, reverse: bool = False, kind=Stack) -> nn.Module:
@@ -276,11 +284,17 @@ DECAY = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)  # a step too many
 
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 EXACT_LOW = {**LOW, "reduce_dtype": torch.float64}  # whose sums plain PyTorch makes to the bit
+OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
-def a_step(trained, step: int = 0) -> None:
-    """A step of an engine over an `OddModel`, on this rank's batch."""
-    trained.training_step(*own_tokens(step), in_float64)
+def a_step(trained, step: int = 0) -> torch.Tensor:
+    """A step of an engine over an `OddModel`, on this rank's batch. Returns the loss."""
+    return trained.training_step(*own_tokens(step), in_float64)
+
+
+def a_step_on_vectors(trained, step: int, width: int) -> None:
+    """A step of an engine over a `Stack`, on this rank's batch."""
+    trained.training_step(*vector_batch(step, dist.get_rank(), width), F.mse_loss)
 
 
 def odd(engine, optimizer=ADAMW, **options):
@@ -393,6 +407,9 @@ def of_vectors(model, inputs, targets) -> torch.Tensor:
 def vectors(width: int) -> Callable:
     """`batch(step, rank)` of vectors, in float64."""
     return functools.partial(vector_batch, width=width, dtype=torch.float64)
+
+
+VECTORS = {"loss": of_vectors, "batch": vectors(8)}  # of a `Pair` whose model takes 8 numbers, as `Lanes` does
 
 
 def _moved(batch: Callable, dtype: torch.dtype | None, device, step: int, rank: int) -> tuple[torch.Tensor, ...]:

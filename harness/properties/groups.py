@@ -26,13 +26,14 @@ from harness.properties.fixtures import (
     byte_batch,
     gpt,
     grid,
+    in_float64,
     mesh,
     odd,
     of_bytes,
     pieces_of,
     seeded,
+    started_by,
     token_batch,
-    vector_batch,
 )
 from harness.properties.precision import scaler_of
 from harness.properties.property import STAGES, ask, ask_thorough, expect, holds, only, refused, same, stages_hold
@@ -51,13 +52,12 @@ def groups_keep_to_themselves(engine):
     side, who = rank % 2, rank // 2
 
     def batch(step, who):
-        x, y = vector_batch(step, 2 * who + side, 5, torch.float64)
-        return x, y[:, :3], torch.inf if step == 1 and who == 1 and side == 0 else 1.0
+        return *token_batch(step, 2 * who + side), torch.inf if step == 1 and who == 1 and side == 0 else 1.0
 
     # Rank 0 of each group has the right one.
-    built = seeded(lambda: Branches(side), side), seeded(lambda: Branches(rank), rank)
+    built = started_by(side, Branches), started_by(rank, Branches)
     pair = Pair(engine, built, DECAY, batch=batch, group=groups[side], find_unused=True,
-                loss=lambda model, x, y, factor: F.mse_loss(model(x, side), y) * factor)  # fmt: skip
+                loss=lambda model, x, y, factor: in_float64(model(x, side), y) * factor)  # fmt: skip
     scaler = scaler_of(engine, init_scale=4.0)
     for step in range(3):
         pair.scaled_step(step, scaler, 0.1, skipped=step == 1 and side == 0)
@@ -103,9 +103,8 @@ def a_grid_trains_as_one_process(engine):
     Also if it clips twice in a step: what was averaged stays averaged when a later backward adds to it.
     """
     for shape in ((2, 2),) if engine.size == 4 else ((1, 2), (2, 1)):
-        plain, model = seeded(OddModel), seeded(OddModel, seed=engine.rank)
-        model.shift.add_(engine.rank)  # a buffer, which comes from rank 0 as well, and not from a row's first rank
-        pair = Pair(engine, (plain, model), DECAY, group=grid(*shape))
+        # All comes from rank 0, buffers too, and nothing from a row's first rank.
+        pair = Pair(engine, (started_by(0), started_by(engine.rank)), DECAY, group=grid(*shape))
         same("rank and size of the row", (pair.trained.rank, pair.trained.world_size), (pair.rank % shape[1], shape[1]))
         pair.train(2)
         for step in range(2, 4):

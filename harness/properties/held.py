@@ -16,10 +16,12 @@ from harness.measure.watched_step import watched_step
 from harness.properties.fixtures import (
     ADAMW,
     LOW,
+    VECTORS,
     Lanes,
     OddModel,
     Pair,
     Stack,
+    a_step_on_vectors,
     grid,
     in_float64,
     of_all_ranks,
@@ -30,7 +32,6 @@ from harness.properties.fixtures import (
     stack,
     token_batch,
     vector_batch,
-    vectors,
 )
 from harness.properties.property import (
     STAGES,
@@ -176,7 +177,7 @@ def collectives_are_those_of_the_stage(engine, hybrid=False, **options):
 @stages_hold("order", *ask_each("reverse", (False, True), "zero2", asks=only, chapters="zero2"))
 def buckets_are_reduced_in_one_order(engine, reverse):
     """ZeRO-2's buckets are reduced last parameters first, in whatever order autograd finishes, and rightly."""
-    pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, batch=vectors(8), loss=of_vectors)
+    pair = Pair(engine, lambda: Lanes((8, 16, 24, 32)), ADAMW, bucket_mb=0, **VECTORS)
     for model, _ in pair.both:
         model.way = range(4)[:: -1 if reverse else 1]
     params = reversed(list(pair.plain.parameters()))
@@ -208,7 +209,7 @@ def seen_of_a_step(engine: Subject):
 
     for step in range(3):
         with MemoryLedger() as memory, watched_step(inner, memory) as seen:
-            trained.training_step(*vector_batch(step, engine.rank, 32), F.mse_loss)
+            a_step_on_vectors(trained, step, 32)
     return sum(param.nbytes for param in Stack(4, 32).parameters()), seen, getattr(inner, "bucket_bytes", 0)
 
 
@@ -237,29 +238,9 @@ def a_step_sends_no_more_than_is_promised(engine):
 # Live bytes at the worst moment of forward and of backward.
 
 
-class Alive(MemoryLedger):
-    """Bytes that are alive; after `mark()` also how many `more` there are than then, and the `most` meanwhile."""
-
-    def mark(self) -> None:
-        self.before = self.live
-        self.reset_peak()
-
-    @property
-    def more(self) -> int:
-        return self.live - self.before
-
-    @property
-    def most(self) -> int:
-        return self.peak - self.before
-
-
 LAYERS, WIDTH = 12, 64
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer of a `Stack`
 NOISE = (16 + 2 * LAYERS) * 4 * WIDTH  # activations, and what else is small
-
-
-def batch(step: int = 0):
-    return vector_batch(step, dist.get_rank(), WIDTH)
 
 
 def at_most(what: str, nbytes: float, allowed: float, means: str = "") -> None:
@@ -273,21 +254,21 @@ def peaks_of(engine, model, train=True, turn=False, no_sync=False, **options) ->
 
     The step may `turn`, and go through the model the other way; or be no step to `train` in, but forward alone.
     """
-    with Alive() as memory:
+    with MemoryLedger() as memory:
         trained = engine(model, ADAMW, group=silent_group(), **options)
         found = SimpleNamespace(built=memory.live)
         for step in range(2):
-            trained.training_step(*batch(step), F.mse_loss)
+            a_step_on_vectors(trained, step, WIDTH)
         model.reverse ^= turn
-        memory.mark()
-        found.between = memory.live
+        memory.reset_peak()
+        found.between = before = memory.live
         with torch.set_grad_enabled(train), trained.no_sync() if no_sync else contextlib.nullcontext():
-            loss = F.mse_loss(trained(batch(2)[0]), batch(2)[1])
-            found.forward, found.kept = memory.most, memory.more
+            loss = of_vectors(trained, *vector_batch(2, engine.rank, WIDTH))
+            found.forward, found.kept = memory.peak - before, memory.live - before
             memory.reset_peak()
             if train:
                 loss.backward()
-        found.backward, found.left = memory.most, memory.more
+        found.backward, found.left = memory.peak - before, memory.live - before
     return found
 
 

@@ -16,6 +16,7 @@ from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import (
     ADAMW,
     DECAY,
+    VECTORS,
     Checkpointed,
     OddModel,
     Pair,
@@ -26,13 +27,11 @@ from harness.properties.fixtures import (
     odd,
     of_all_ranks,
     of_output,
-    of_vectors,
     own_tokens,
     pieces_of,
     seeded,
     token_batch,
     vector_batch,
-    vectors,
 )
 from harness.properties.property import (
     STAGES,
@@ -178,9 +177,9 @@ def micro_batches_send_what_they_must(engine, no_sync):
 
     The inner exit of nested ones, or an exception in it, does not end the outer one.
     """
-    stage, width, k = engine.like, 8, 3
+    stage, k = engine.like, 3
     options = {} if stage == "zero3" else {"bucket_mb": 0.0005}
-    pair = Pair(engine, lambda: Stack(4, width), ADAMW, batch=vectors(width), loss=of_vectors, **options)
+    pair = Pair(engine, partial(Stack, 4, 8), ADAMW, **VECTORS, **options)
     trained, pieces = pair.trained, pieces_of(pair.trained)
     perhaps_quiet = trained.no_sync if no_sync else contextlib.nullcontext
 

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -22,6 +21,7 @@ from harness.properties.fixtures import (
     ADAMW,
     EXACT,
     EXACT_LOW,
+    OFFLOAD,
     SGD,
     OddBlock,
     OddModel,
@@ -341,8 +341,6 @@ def an_engine_is_like_its_model_and_says_where_not(engine):
 
 
 # Weights, pieces, groups and modules that are changed past the engine. Ours refuse, others are compared with torch.
-
-OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
 def refused_or_right(pair: Pair, right: bool, act: Callable, *words: str) -> None:

@@ -9,22 +9,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 import zero1
 import zero2
 from harness.measure.timeline import Timeline
 from harness.properties.fixtures import (
     ADAMW,
+    VECTORS,
     Lanes,
     Pair,
     PartlyFrozen,
     Stack,
+    a_step_on_vectors,
     grid,
-    of_vectors,
     stack,
-    vector_batch,
-    vectors,
 )
 from harness.properties.property import STAGES, ask, ask_thorough, only, same, stages_hold
 
@@ -72,7 +70,7 @@ def collectives_travel_while_the_rank_computes(engine, root=False, reverse=False
     trained = engine(model, ADAMW, group=grid() if hybrid else None, **options)
     for step in range(3):  # in the first forward ZeRO-3 learns the order, and the second is the first of its kind
         with Timeline() as seen:
-            trained.training_step(*vector_batch(step, engine.rank, 16), F.mse_loss)
+            a_step_on_vectors(trained, step, 16)
     # The last reduction has no backward left to hide behind. Of replicas, whose all-reduce of a shard is issued when
     # the next bucket is, so have the last two all-reduces.
     expected = [True] * (layers + root - 1) + [False]
@@ -148,7 +146,7 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
 
     A unit that all ranks skip, with `find_unused`, is no mistake.
     """
-    options = {"find_unused": True, "loss": of_vectors, "batch": vectors(8)} if build is Lanes else {}
+    options = {"find_unused": True, **VECTORS} if build is Lanes else {}
     pair = Pair(engine, build, ADAMW, group=grid() if hybrid else None, **options)
     with late_collectives() as pending:
         for step in range(4):

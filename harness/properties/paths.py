@@ -31,11 +31,11 @@ from harness.properties.fixtures import (
     SharedInside,
     TiedAcross,
     Twice,
-    drawing,
     model_of,
     of_output,
     seeded,
     token_batch,
+    vector_batch,
 )
 from harness.properties.overlap import late_collectives
 from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough, expect, holds, only, refused, same
@@ -43,9 +43,9 @@ from harness.properties.property import STAGES, NotApplicable, ask, ask_thorough
 
 def leaves(step: int, rank: int):
     """(a leaf (4, 5) that wants a gradient, classes (4,)), another for every rank and step."""
-    generator = drawing(step, rank)
-    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    return x.requires_grad_(), torch.randint(3, (4,), generator=generator)
+    x, _ = vector_batch(step, rank, 5, torch.float64, batch=4)
+    _, classes = token_batch(step, rank)
+    return x.requires_grad_(), classes
 
 
 @dataclass(frozen=True)

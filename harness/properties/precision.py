@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
 from harness.properties.fixtures import (
@@ -27,7 +26,7 @@ from harness.properties.fixtures import (
     of_vectors,
     own_tokens,
     seeded,
-    vector_batch,
+    token_batch,
     vectors,
 )
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
@@ -181,12 +180,11 @@ def a_step_on_integers_is_exact(engine, reduce_dtype=None):
 
 
 def of_head(model, x, y, head) -> torch.Tensor:
-    return F.mse_loss(model(x, head), y)
+    return in_float64(model(x, head), y)
 
 
 def branch_batch(step, who):
-    x, y = vector_batch(step, who, 5, FP64)
-    return x, y[:, :3], who // 2
+    return *token_batch(step, who), who // 2
 
 
 def scaler_of(engine, device: str = "cpu", **options):

@@ -13,14 +13,13 @@ from torch import nn
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import (
     SGD,
+    VECTORS,
     Lanes,
     OddModel,
     Pair,
     model_of,
     of_output,
     of_vectors,
-    token_batch,
-    vectors,
 )
 from harness.properties.paths import Answer, body, by, leaves, own_weights
 from harness.properties.property import HERE, NotApplicable, ask, ask_each, ask_thorough, expect, holds, same
@@ -164,27 +163,27 @@ def engines_step(trained):
     return run
 
 
-LANES = of_vectors, vectors(8)
-USES = {  # (model, loss, batches, what is done)
-    "a forward inside forward": (partial(Calls, True), of_output, token_batch, trains),
-    "a generation inside forward": (partial(Calls, False), of_output, token_batch, trains),
-    "an output with a long history": (Chained, of_the_last, token_batch, trains),
-    "a root weight in the loss": (OddModel, with_a_root_weight, token_batch, trains),
-    "a hook that drops a gradient": (OddModel, of_output, token_batch, drops_a_gradient),
-    "own weights in a dataclass": (body(by(by_views), in_a_dataclass), of_output, leaves, trains),
-    "jvp": (Lanes, *LANES, partial(transformed, along)),
-    "func.grad": (Lanes, *LANES, partial(transformed, gradient_of_inputs)),
-    "compiled autograd": (Lanes, *LANES, under_compiled_autograd),
-    "a compiled training step": (Lanes, *LANES, partial(compiled_step, whole_step)),
-    "a compiled engine.step": (Lanes, *LANES, partial(compiled_step, engines_step)),
+LANES = {"build": Lanes, **VECTORS}
+USES = {  # (what is done, what the pair is other than by default)
+    "a forward inside forward": (trains, {"build": partial(Calls, True)}),
+    "a generation inside forward": (trains, {"build": partial(Calls, False)}),
+    "an output with a long history": (trains, {"build": Chained, "loss": of_the_last}),
+    "a root weight in the loss": (trains, {"loss": with_a_root_weight}),
+    "a hook that drops a gradient": (drops_a_gradient, {}),
+    "own weights in a dataclass": (trains, {"build": body(by(by_views), in_a_dataclass), "batch": leaves}),
+    "jvp": (partial(transformed, along), LANES),
+    "func.grad": (partial(transformed, gradient_of_inputs), LANES),
+    "compiled autograd": (under_compiled_autograd, LANES),
+    "a compiled training step": (partial(compiled_step, whole_step), LANES),
+    "a compiled engine.step": (partial(compiled_step, engines_step), LANES),
 }
 
 
 @holds("misuse", *ask_each("use", USES, more_ranks=()))
 def rare_uses_are_right_or_one_sentence(engine, use):
     """What few models do trains as in plain PyTorch, or is refused in a sentence, and training goes on."""
-    build, loss, batch, act = USES[use]
-    right_or_said(Pair(engine, build, SGD, loss=loss, batch=batch), act)
+    act, given = USES[use]
+    right_or_said(Pair(engine, optimizer=SGD, **given), act)
 
 
 def interrupted(pair: Pair, module: nn.Module) -> None:
@@ -222,13 +221,13 @@ def an_interruption_leaves_nothing_behind(engine, **options):
     autograd_works()
 
 
-@holds("values", ask())
+@holds("values")
 def a_model_may_be_frozen_for_a_while(engine):
     """A GAN's discriminator, frozen while the generator trains: its pass computes and hands on gradients, sends none.
 
     Its own optimizer's state stays as it is, and it trains on afterwards.
     """
-    pair = Pair(engine, Lanes, loss=of_vectors, batch=vectors(8))
+    pair = Pair(engine, **LANES)
     for step in range(3):
         pair.alike(1)
         for model, _ in pair.both:

@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from harness.properties.fixtures import (
     ADAMW,
+    OFFLOAD,
     SGD,
     OddBlock,
     OddModel,
@@ -99,7 +99,7 @@ CHANGES = [
     lambda model: {"find_unused": True},
     lambda model: {"reduce_dtype": torch.float32},
     lambda model: {"param_dtype": torch.bfloat16},
-    lambda model: {"offload_policy": CPUOffloadPolicy()},
+    lambda model: OFFLOAD,
     lambda model: setattr(model.head.bias, "requires_grad", False),
     lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
     lambda model: model.register_buffer("more", torch.zeros(2)),

@@ -17,7 +17,6 @@ from harness.properties.fixtures import (
     LOW,
     OPTIMIZERS,
     Lanes,
-    OddModel,
     Pair,
     TiedAcross,
     byte_batch,
@@ -27,6 +26,7 @@ from harness.properties.fixtures import (
     pieces_of,
     seeded,
     silent_group,
+    started_by,
     token_batch,
     vector_batch,
 )
@@ -77,12 +77,8 @@ FURTHER = {"more_ranks": (1, 2, 4)}
 def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     """Losses and weights equal those of one process on the whole batch, from rank 0's start, under any optimizer."""
     # Rank 0 has the right start, and every other rank something else, where the engine is to mend that.
-    own = engine.rank if engine.broadcasts else 0
-    model = seeded(OddModel, own)
-    with torch.no_grad():
-        model.shift.add_(own)
-        model.frozen.add_(own)  # no seed makes these differ
-    pair = Pair(engine, (seeded(OddModel), model), OPTIMIZERS[optimizer], **options)
+    own = started_by(engine.rank if engine.broadcasts else 0)
+    pair = Pair(engine, (started_by(0), own), OPTIMIZERS[optimizer], **options)
     for step in range(4):
         expected = torch.stack(pair.step_of_plain(step))
         found = pair.trained.training_step(*pair.batch(step, pair.rank), in_float64)

@@ -26,6 +26,7 @@ from harness.measure.ratios import ratios
 from harness.measure.report import TITLES as OF_A_MACHINE
 from harness.properties.conform import OUTCOMES
 from harness.properties.property import library
+from harness.run import options as common
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
 from harness.teach import articles, changes, written
@@ -284,11 +285,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
     parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--check", action="store_true", help="write nothing, and say which pages are stale")
-    instead.add_argument("--figure", metavar="NAME", help="draw this figure, and write no page")
-    help = "with --figure: draw it from this, not from results/"
-    parser.add_argument("--from", nargs="+", metavar="FILE", dest="source", help=help)
-    parser.add_argument("--out", default=FIGURES, help="the figures' folder (default results/figures of the project)")
+    common.add(instead, "check", "figure")
+    common.add(parser, "from", "out", out=FIGURES)
     options = parser.parse_args(argv)
     parser.beside("--check")
     parser.needs("--from", "--figure")

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
-from operator import attrgetter
-from types import ModuleType
+from pkgutil import resolve_name
 
 from harness.teach import written
 
@@ -73,12 +72,12 @@ class Claim:
         return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
 
-def claims_beside(file: str, runs: ModuleType) -> list[Claim]:
-    """Those of claims.toml, article by article; `run` is the name of a function in a module that `runs` has."""
+def claims_beside(file: str, runs: str) -> list[Claim]:
+    """Those of claims.toml, article by article; `run` is the name of a function in what is imported as `runs`."""
     rows, claims = written.beside(file, "claims"), []
     for key, title in ARTICLES.items():
         for row in rows.get(key, ()):
-            run = attrgetter(row["run"])(runs)
+            run = resolve_name(f"{runs}.{row['run']}")
             claims.append(Claim(**{**row, "article": title, "run": run}))
     return claims
 

@@ -185,7 +185,7 @@ def seeded_cases(seed: int) -> list[Case]:
     return [Case(**{**row, "act": globals()[row["act"]], "seed": seed}) for row in rows]
 
 
-def cases_of(name: str, where: str | None, seed: int = 0) -> list[Case]:
+def cases_of(name: str, where: str, seed: int = 0) -> list[Case]:
     """The cases for a function of an exercise, or for the whole file."""
-    function = (where or "").rpartition(".")[2]
+    function = where.rpartition(".")[2]
     return [case for case in seeded_cases(seed) if not case.only or {name, function} & {*case.only}]

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 from harness.teach import written
-from harness.teach.exercise import EXERCISES, ROOT, Blank, find
+from harness.teach.exercise import EXERCISES, ROOT, Blank, Check, find
 
 
 class Broken(Exception):
@@ -64,15 +64,15 @@ def chapter(name: str) -> types.ModuleType:
     return written.executed(_chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
 
 
-def load(name: str, file: str, blank: Blank | None) -> types.ModuleType:
-    """The student's file; with a `blank`, all others are the chapter's. Raises Broken."""
+def load(name: str, file: str, check: Check) -> types.ModuleType:
+    """The student's file; where a blank is checked, all others are the chapter's. Raises Broken."""
     exercise = EXERCISES[name]
     source = exercise.source.removesuffix(".py")
     known = sys.modules[source]
     try:
         text = Path(file).read_text()
         try:
-            tree = ast.parse(text) if blank is None else _with_one_blank(name, text, blank)
+            tree = _with_one_blank(name, text, check) if check.where else ast.parse(text)
         except LookupError as error:
             raise Missing(f"{error} in it, which this exercise is to write") from error
         if exercise.blanks:  # to import the chapter that is written anew is an error: `zero2` for `zero1` is a slip
