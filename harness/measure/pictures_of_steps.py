@@ -1,29 +1,35 @@
 """Pictures of steps: when a rank computes and sends, how far the engines' losses lie apart, what the options cost."""
 
+import re
+from collections import defaultdict
+
 from harness.measure.style import BELOW, INK, LANES, PAPER, engine_look, headline, key, look, new
+
+
+LANE_OF = {"1": "forward", "2": "backward", "4": "update", "all-gather": "gather", "reduce-scatter": "reduce",
+           "all-reduce": "reduce"}  # fmt: skip
 
 
 def lanes(results: list[tuple[str, dict]]):
     """Per rank: what it computes, and which collectives are under way, from traces; below, the live memory."""
-    heights = []
-    for _, trace in results:
-        heights += [2 * len(_ranks(trace)) + 0.6, 2]
+    read, heights = [_read(trace) for _, trace in results], []
+    for _, live in read:
+        heights += [2 * len(live) + 0.6, 2]
     height = 0.62 * sum(heights[::2]) + 1.3 * len(results) + 1.3
     figure, grid = new(len(heights), height=height, gridspec_kw={"height_ratios": heights})
-    for (title, trace), axes, strip in zip(results, grid[::2], grid[1::2]):
-        bars = _bars(trace)
-        _draw_bars(axes, bars, _ranks(trace))
+    for (title, _), (rows, live), axes, strip in zip(results, read, grid[::2], grid[1::2]):
+        # Each trace on a scale of its own: one step says nothing about speed.
+        latest = max(start + length for _, start, length, *_ in sum(rows.values(), []))
+        for place, row in enumerate(rows):
+            _draw_row(axes, place, rows[row], latest)
+        axes.set_yticks(range(len(rows)), [f"rank {rank} {what}" for rank, what in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.8)
         axes.set_title(title, loc="left", fontsize=10)
-        begins = trace["otherData"]["step_begins_ms"]
-        for rank in _ranks(trace):
-            counters = [e for e in trace["traceEvents"] if e["name"] == "live" and e["pid"] == rank]
-            points = [(event["ts"] / 1e3 - begins, event["args"]["MB"]) for event in counters]
+        axes.set(xlim=(0, 1.02 * latest), xticklabels=[])
+        for rank, points in live.items():
             style = ("-", ":", "--", "-.")[rank % 4]
             strip.step(*zip(*points), where="post", linewidth=1.0, linestyle=style, label=f"rank {rank}")
         strip.grid(axis="y")
-        # Each trace on a scale of its own: one step says nothing about speed.
-        latest = max(start + length for _, _, start, length, _, _ in bars)
-        axes.set(xlim=(0, 1.02 * latest), xticklabels=[])
         words = "ms since the step began; numbers: the unit or bucket"
         strip.set(xlim=(0, 1.02 * latest), ylim=(0, None), xlabel=words, ylabel="live MB")
     grid[-1].legend(loc="lower right", ncols=4)
@@ -33,63 +39,45 @@ def lanes(results: list[tuple[str, dict]]):
     return figure
 
 
-def _ranks(trace: dict) -> list[int]:
-    return sorted({event["pid"] for event in trace["traceEvents"]})
+def _read(trace: dict) -> tuple[dict, dict]:
+    """({(rank, "compute", "gather" or "reduce"): its bars in order}, {rank: [(ms, live MB)]}) since the step began.
+
+    A bar is (which of LANES, start, ms, the unit's or bucket's number, whether another of its kind is under way).
+    """
+    rows, live, threads = defaultdict(list), defaultdict(list), {}
+    for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):  # names of threads come first
+        rank, told = event["pid"], event["args"]
+        start = event.get("ts", 0) / 1e3 - trace["otherData"]["step_begins_ms"]
+        sends = event.get("cat") == "collectives"
+        lane = LANE_OF.get(event["name"] if sends else told.get("step", "")[:1])
+        if event["name"] == "thread_name":
+            threads[rank, event["tid"]] = told["name"]
+        elif event["name"] == "live":
+            live[rank].append((start, told["MB"]))
+        elif lane and start >= 0:
+            name = told.get("unit", "") if sends else event["name"]
+            number = "R" if name == "root" else re.split("[. ]", name)[-1]  # of "blocks.3" and "bucket 3"
+            # One that is under way beside another of its kind has a thread of its own.
+            beside = threads[rank, event["tid"]].endswith(" 2")
+            rows[rank, lane if sends else "compute"].append((lane, start, event["dur"] / 1e3, number, beside))
+    return dict(sorted(rows.items())), live
 
 
-def _bars(trace: dict) -> list[tuple]:
-    """[(lane, rank, start, ms, the unit's or bucket's number, whether another of its kind is under way)], by start."""
-    begins, found = trace["otherData"]["step_begins_ms"] * 1e3, []
-    threads = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "M" and "tid" in event:
-            threads[event["pid"], event["tid"]] = event["args"]["name"]
-    for event in trace["traceEvents"]:
-        lane = _lane(event)
-        if lane is None or event["ts"] < begins:
-            continue
-        name = event["name"] if event["cat"] == "compute" else event["args"].get("unit") or ""
-        name = "R" if name == "root" else name.rpartition(".")[2].rpartition(" ")[2]  # of "blocks.3" and "bucket 3"
-        # One that is under way beside another of its kind has a thread of its own.
-        beside = threads[event["pid"], event["tid"]].endswith(" 2")
-        found.append((lane, event["pid"], (event["ts"] - begins) / 1e3, event["dur"] / 1e3, name, beside))
-    return sorted(found, key=lambda bar: bar[2])
-
-
-def _lane(event: dict) -> str | None:
-    """Which of the LANES an event of a trace is in."""
-    if event["ph"] != "X":
-        return None
-    if event["cat"] == "collectives":
-        return {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}.get(event["name"])
-    step = event["args"].get("step", "") if event["cat"] == "compute" else ""
-    return {"1": "forward", "2": "backward", "4": "update"}.get(step[:1])
-
-
-def _draw_bars(axes, bars: list[tuple], ranks: list[int]) -> None:
-    """Three rows per rank: what it computes, its gathers and its reductions."""
-    rows = []
-    for rank in ranks:
-        rows += [f"rank {rank} compute", f"rank {rank} gather", f"rank {rank} reduce"]
-    latest = max(start + length for _, _, start, length, _, _ in bars)
-    free_from = dict.fromkeys(rows, 0.0)  # where in each row the next number may begin
-    for lane, rank, start, length, name, beside in bars:
+def _draw_row(axes, row: int, bars: list[tuple], latest: float) -> None:
+    """What a rank computes, or its gathers, or its reductions."""
+    free_from = 0.0  # where the next number may begin
+    for lane, start, length, number, beside in bars:
         middle = start + length / 2
         if lane in ("gather", "reduce"):  # lower, with room for the number above, where it can be read
-            label = f"rank {rank} {lane}"
-            row = rows.index(label)
             place = (row + 0.12, 0.28) if beside else (row - 0.16, 0.56)
-            middle = max(middle, free_from[label])
-            axes.text(middle, row - 0.19, name, ha="center", va="bottom", fontsize=7)
-            free_from[label] = middle + 0.011 * latest
+            middle = max(middle, free_from)
+            axes.text(middle, row - 0.19, number, ha="center", va="bottom", fontsize=7)
+            free_from = middle + 0.011 * latest
         else:
-            row = rows.index(f"rank {rank} compute")
             place = (row - 0.4, 0.8)
-            if lane != "update" and name != "R" and length > 0.018 * latest:
-                axes.text(middle, row, name, ha="center", va="center", fontsize=8, color=PAPER, fontweight="bold")
+            if lane != "update" and number != "R" and length > 0.018 * latest:
+                axes.text(middle, row, number, ha="center", va="center", fontsize=8, color=PAPER, fontweight="bold")
         axes.broken_barh([(start, length)], place, **look(lane))
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(len(rows) - 0.4, -0.8)
 
 
 def losses(results: dict):
