@@ -348,6 +348,23 @@ def all_params(optimizer) -> list[torch.Tensor]:
     return found
 
 
+def three_groups(model: nn.Module, named: bool = False, apart: str = "head") -> list[dict]:
+    """Weight decay for matrices only, another rate for one module: groups that cut across buckets and units.
+
+    `named`: of (name, parameter) pairs, as torch's optimizers take them, too.
+    """
+    matrices, others, own = [], [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            group = own if name.startswith(apart) else matrices if param.ndim >= 2 else others
+            group.append((name, param) if named else param)
+    return [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": iter(others), "weight_decay": 0.0},
+        {"params": own, "lr": 0.05},
+    ]
+
+
 def pieces_of(engine) -> list[torch.Tensor]:
     """What the engine's optimizer updates on this rank."""
     return all_params(engine.optimizer)

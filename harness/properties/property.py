@@ -94,7 +94,7 @@ def _same_elements(what: str, found: torch.Tensor, expected: torch.Tensor, atol:
 
 
 @contextlib.contextmanager
-def refused(*words: str, error=(ValueError, TypeError, RuntimeError)) -> Iterator[list[str]]:
+def refused(*words: str, error=RuntimeError) -> Iterator[list[str]]:
     """What stands inside raises one of the `error`s, with all `words` in its message: the one item of the list."""
     wanted = f"an error that says {', '.join(map(repr, words)) or 'what is wrong'}"
     foreign, said = _asked.foreign, []

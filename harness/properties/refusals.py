@@ -18,10 +18,10 @@ from harness.properties.fixtures import (
     odd,
     plain_step,
     seeded,
+    three_groups,
     trained_params,
 )
 from harness.properties.property import ask, ask_thorough, refused, same, stages_hold
-from harness.properties.values import three_groups
 
 
 def raising(error_at: int):
@@ -90,7 +90,7 @@ def constructions_that_cannot_work_are_refused(engine):
         plain_step(module, ADAMW(trained_params(module)))
     pair = Pair(engine, (plain, model))
     pair.alike()
-    with refused("sharded by another engine"):
+    with refused("sharded by another engine", error=ValueError):
         pair.trained and engine(model, ADAMW)
 
 
@@ -134,7 +134,7 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other groups or options there: every rank says where."""
     last = engine.size - 1
     mine = engine.rank == last
-    with refused(f"rank {last}: ", "empty parameter list"):
+    with refused(f"rank {last}: ", "empty parameter list", error=ValueError):
         engine(seeded(OddModel).requires_grad_(not mine), ADAMW)
     for error_at in RAISING:
         with refused(f"rank {last}: ", "of the caller's own"):

@@ -27,6 +27,7 @@ from harness.properties.fixtures import (
     seeded,
     silent_group,
     started_by,
+    three_groups,
     token_batch,
     vector_batch,
 )
@@ -136,23 +137,6 @@ def equals_ddp_and_fsdp2(engine, device="cpu", micro_batches=1, param_dtype=None
         expected = trained_on_bytes(subject(name), own, device, micro_batches, **of_all)
         same(f"the losses, beside {name}'s", losses, expected[0], atol)
         same(f"the weights, beside {name}'s", state, expected[1], atol)
-
-
-def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
-    """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units.
-
-    `named`: of (name, parameter) pairs, as torch's optimizers take them, too.
-    """
-    matrices, others, head = [], [], []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            group = head if name.startswith("head") else matrices if param.ndim >= 2 else others
-            group.append((name, param) if named else param)
-    return [
-        {"params": matrices, "weight_decay": 0.3},
-        {"params": iter(others), "weight_decay": 0.0},
-        {"params": head, "lr": 0.05},
-    ]
 
 
 def by_keyword(model, x, y):
