@@ -83,19 +83,16 @@ def an_optimizer_in_a_hook(pair):
     pair.step_alone()
 
 
-class Acting(OddModel):
-    """A unit whose forward first does something to its own weights, as an RNN's flatten_parameters() does."""
+def acting(act) -> OddModel:
+    """A unit that in its forward does something to a layer's weights first, as an RNN's flatten_parameters() does."""
+    model = OddModel()
 
-    class Block(OddBlock):
-        def forward(self, x):
-            with torch.no_grad():
-                self.act(self)
-            return super().forward(x)
+    @torch.no_grad()
+    def first(layer, inputs):
+        act(layer)
 
-    def __init__(self, act):
-        super().__init__()
-        self.blocks[1] = self.Block(9)
-        self.blocks[1].act = act
+    model.blocks[1].up.register_forward_pre_hook(first)
+    return model
 
 
 def under_func(pair):
@@ -137,11 +134,10 @@ class Pictures(OddModel):
 
     def __init__(self):
         super().__init__()
-        self.picture = nn.Conv2d(2, 5, 2)
+        self.picture = nn.Parameter(torch.randn(5, 2, 2, 2))
 
     def forward(self, tokens):
-        picture = torch.ones(1, 2, 2, 2, dtype=torch.float64)
-        return super().forward(tokens) + self.picture(picture).mean()
+        return super().forward(tokens) + self.picture.mean()
 
 
 class Wrapped(nn.Module):
@@ -164,7 +160,7 @@ AFTER = "after the engine was built"
 MOVES = {
     "float": (lambda model: model.float(), ("'",)),
     "there and back": (lambda model: model.float().double(), ("'",)),
-    "channels_last": (lambda model: model.to(memory_format=torch.channels_last), ("'picture.weight'",)),
+    "channels_last": (lambda model: model.to(memory_format=torch.channels_last), ("'picture'",)),
     "data": (lambda model: setattr(model.head.weight, "data", zeros()), ("'",)),
     "frozen": (lambda model: model.head.bias.requires_grad_(False), ("'head.bias'", "full_state_dict")),
     "thawed": (lambda model: model.frozen.requires_grad_(True), ("'frozen'", "find_unused=True")),
@@ -227,15 +223,15 @@ def a_model_that_changes_after_the_build_is_refused(engine, change, use=Pair.ste
             same(f"{name} after the refusal", state[name], param, 1e-12)
 
 
-def there_and_back(block):
-    old, block.up.weight.data = block.up.weight.data, block.up.weight.data.clone()
-    block.up.weight.data = old
+def there_and_back(layer):
+    old, layer.weight.data = layer.weight.data, layer.weight.data.clone()
+    layer.weight.data = old
 
 
 MOVES_OF_FORWARD = {
-    "data": lambda block: setattr(block.up.weight, "data", block.up.weight.data.clone()),
-    "set_": lambda block: block.up.weight.set_(block.up.weight.clone()),
-    "half and double": lambda block: block.up.half().double(),
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
+    "set_": lambda layer: layer.weight.set_(layer.weight.clone()),
+    "half and double": lambda layer: layer.half().double(),
 }
 
 
@@ -248,7 +244,7 @@ MOVES_OF_FORWARD = {
 )
 def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
     """A forward that gives its weights other memory: the first step trains right or is refused, later ones are."""
-    pair, shards = Pair(engine, lambda: Acting(MOVES_OF_FORWARD[how]), **options), []
+    pair, shards = Pair(engine, partial(acting, MOVES_OF_FORWARD[how]), **options), []
     for step in range(3):
         again = refused("'blocks.1.up.weight'", "moved out of the engine's buffer")
         with again if step else contextlib.suppress(RuntimeError):
@@ -267,7 +263,7 @@ def a_forward_that_moves_its_weights_is_refused(engine, how, **options):
 @holds("misuse", ask(), ask_thorough("zero3", reshard_after_forward=False))
 def what_changes_nothing_is_no_misuse(engine, **options):
     """Moves to where the model is, modes and flags as they are, a look: training goes on."""
-    pair = Pair(engine, lambda: Acting(there_and_back), **options)
+    pair = Pair(engine, partial(acting, there_and_back), **options)
     pair.alike()
     model = pair.model
     for move in (
@@ -433,12 +429,12 @@ def what_is_written_into_weights_counts_or_is_refused(engine, write, **options):
 CLIPPED = "a step whose gradients were clipped"
 
 
-def by_data(block):
-    block.up.weight.data.clamp_(-0.2, 0.2)
+def by_data(layer):
+    layer.weight.data.clamp_(-0.2, 0.2)
 
 
-def under_no_grad(block):
-    block.up.weight.div_(block.up.weight.norm())
+def under_no_grad(layer):
+    layer.weight.div_(layer.weight.norm())
 
 
 @holds(
@@ -450,7 +446,7 @@ def under_no_grad(block):
 )
 def a_forward_that_writes_into_its_weights_counts_or_is_refused(engine, write, **options):
     """A forward that clamps or scales its own weights: as in plain PyTorch, and where it would be lost it is said."""
-    pair = Pair(engine, partial(Acting, write), **options)
+    pair = Pair(engine, partial(acting, write), **options)
     right = write is by_data and not options and engine.like != "zero3"
     refused_or_right(pair, right, lambda *_: None, "'blocks.1.up.weight'", "was written to")
 
