@@ -263,10 +263,6 @@ def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def of_bytes(model, inputs, targets) -> torch.Tensor:
-    return next_token_loss(model(inputs), targets)
-
-
 # Optimizers.
 
 OPTIMIZERS = {
@@ -302,12 +298,23 @@ def odd(engine, optimizer=ADAMW, **options):
     return engine(seeded(OddModel), optimizer, **options)
 
 
-# What is asked of models, ranks and engines.
+# Losses.
 
 
 def in_float64(outputs, targets) -> torch.Tensor:
     """The loss of outputs that may be of low precision."""
     return F.cross_entropy(outputs.double(), targets)
+
+
+def of_outputs(loss: Callable) -> Callable:
+    """`loss(outputs, targets)` as a loss of (model, inputs, targets)."""
+    return lambda model, inputs, targets: loss(model(inputs), targets)
+
+
+of_output, of_vectors, of_bytes = map(of_outputs, (in_float64, F.mse_loss, next_token_loss))
+
+
+# What is asked of models, ranks and engines.
 
 
 def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -408,17 +415,9 @@ def grid(replicas: int = 2, shards: int = 2):
 EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
 
-def of_output(model, inputs, targets) -> torch.Tensor:
-    return in_float64(model(inputs), targets)
-
-
 def model_of(model) -> nn.Module:
     """The model, of an engine or as it is."""
     return getattr(model, "model", model)
-
-
-def of_vectors(model, inputs, targets) -> torch.Tensor:
-    return F.mse_loss(model(inputs), targets)
 
 
 def vectors(width: int) -> Callable:

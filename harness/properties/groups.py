@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
 
 from harness.engine import checkpoint
+from harness.measure.held import sizes_of_layout
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import (
     ADAMW,
@@ -89,8 +90,8 @@ def one_dimension_of_a_mesh_is_a_group(engine, of_mesh):
     if not (engine.foreign or engine.chapter):
         trained = pair.trained
         same("world size and rank", (trained.world_size, trained.rank), (2, engine.rank % 2))
-        shards = sum(bucket.shard_numel for bucket in trained.all_buckets)
-        same("elements of all buckets", sum(bucket.numel for bucket in trained.all_buckets), 2 * shards)
+        whole, shards, _ = sizes_of_layout(trained)
+        same("elements of all buckets", whole, 2 * shards)
 
 
 # Grids of replicas and shards.
@@ -212,7 +213,7 @@ def tensor_parallelism_beside_it_changes_nothing(engine, sequence):
     cut = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
     least = cut / 4 + (sum(p.numel() for p in model.parameters()) - cut) / 2
     most = least + 2 * 8 * len(list(model.parameters()))  # with padding
-    held = sum(bucket.shard_numel for bucket in trained.all_buckets)
+    _, held, _ = sizes_of_layout(trained)
     expect(least <= held <= most, "elements of this rank's shards", f"{least:.0f} to {most:.0f}", held)
     row, column = (tuple(dist.get_process_group_ranks(square.get_group(name))) for name in ("data", "tensor"))
     with TrafficLedger() as traffic:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure.held import storage_bytes
+from harness.measure.held import sizes_of_layout, storage_bytes
 from harness.measure.traffic import TrafficLedger
 from harness.properties.fixtures import (
     ADAMW,
@@ -202,8 +202,8 @@ def micro_batches_send_what_they_must(engine, no_sync):
             backward(step, 2)
             pair.step()
     times = {"zero1": 3, "zero2": 2 if no_sync else k + 1, "zero3": 2 * k + 1 if no_sync else 3 * k}[stage]
-    psi = sum(8 * bucket.numel for bucket in trained.all_buckets) * (pair.size - 1) / pair.size
-    same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi))
+    psi = 8 * sizes_of_layout(trained)[0]
+    same(f"bytes sent, {times}Ψ (N-1)/N", traffic.sent_bytes, round(times * psi * (pair.size - 1) / pair.size))
     pair.same_weights()
 
 

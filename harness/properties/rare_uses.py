@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,13 +20,23 @@ from harness.properties.fixtures import (
     of_vectors,
 )
 from harness.properties.paths import Answer, body, by, leaves, own_weights
-from harness.properties.property import HERE, NotApplicable, ask, ask_each, ask_thorough, expect, holds, same
+from harness.properties.property import (
+    HERE,
+    NotApplicable,
+    ask,
+    ask_each,
+    ask_thorough,
+    expect,
+    holds,
+    raised_at,
+    same,
+)
 
 
 def said_by_the_engine(error: Exception) -> bool:
     """Whether somebody has written a sentence for it: it is raised by a line of the engine's, and not far below it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(HERE.parents[1]) and last.line.startswith("raise")
+    file, line = raised_at(error)
+    return file.is_relative_to(HERE.parents[1]) and line.startswith("raise")
 
 
 def right_or_said(pair: Pair, act: Callable) -> None:
