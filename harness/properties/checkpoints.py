@@ -32,16 +32,16 @@ from harness.engine import checkpoint
 from harness.engine.all_or_none import all_or_none
 from harness.engine.checkpoint import contents, files
 from harness.measure.held import sizes_of_layout
-from harness.properties import fixtures
 from harness.properties.fixtures import (
     ADAMW,
     EXACT,
+    OPTIMIZERS,
     SGD,
+    Averaging,
     Keeping,
     OddModel,
     a_step,
     a_step_on_vectors,
-    all_params,
     grid,
     in_float64,
     pieces_of,
@@ -54,28 +54,11 @@ from harness.properties.fixtures import (
 from harness.properties.property import ask, ask_thorough, expect, holds, only, refused, same
 from harness.properties.shared_folder import shared_folder
 
-
-class Remembers(torch.optim.SGD):
-    """Sums up gradients, with a dictionary and numpy's numbers in its state."""
-
-    @torch.no_grad()
-    def step(self):
-        super().step()
-        for param in all_params(self):
-            if param.grad is not None:
-                own = self.state[param]
-                sums = own.setdefault("sums", {"first": torch.zeros_like(param), "times": 0})
-                sums["first"].mul_(0.9).add_(param.grad)
-                sums["times"] += 1
-                own["seen"] = own.get("seen", numpy.int64(0)) + 1
-                param.sub_(sums["first"], alpha=0.1)
-
-
-OPTIMIZERS = {
-    **fixtures.OPTIMIZERS,
+SAVED = {
+    **OPTIMIZERS,
     "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adadelta": partial(torch.optim.Adadelta, lr=0.5),
-    "remembers": Remembers,
+    "remembers": partial(Averaging, lr=0.05),
 }
 OPTIONS = {  # of a group: nested, or numpy's
     "number": numpy.float64(0.25),
@@ -156,7 +139,7 @@ def state_of(trained, buffers: bool = False) -> dict:
     ask("zero1", in_background=True),
     ask("zero3", mixed=True),
     only("zero2", optimizer="remembers"),
-    *[ask_thorough("zero3", optimizer=name) for name in OPTIMIZERS],
+    *[ask_thorough("zero3", optimizer=name) for name in SAVED],
 )
 def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_background=False, mixed=False):
     """A run that is loaded trains on to the bit as the one that was saved, on an engine that had trained otherwise.
@@ -164,7 +147,7 @@ def a_loaded_run_is_the_uninterrupted_one(engine, optimizer="adamw", in_backgrou
     The same engine does the same operations on the same numbers. In mixed precision these are the float32 shards.
     """
     options = {"dtype": torch.float32, "param_dtype": torch.bfloat16} if mixed else {}
-    trained, other = (zoo_under(engine, OPTIMIZERS[optimizer], seed, **options) for seed in (0, 3))
+    trained, other = (zoo_under(engine, SAVED[optimizer], seed, **options) for seed in (0, 3))
     schedule, _ = (torch.optim.lr_scheduler.StepLR(each.optimizer, 2) for each in (trained, other))
     trained.optimizer.param_groups[0].update(OPTIONS)
     other.optimizer.param_groups[0].update(dict.fromkeys(OPTIONS))

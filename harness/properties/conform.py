@@ -61,7 +61,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
     common.add(parser, "json")
-    parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="properties whose name, group or sentence has this text"
+    )
     options = parser.parse_args(argv)
     given, options.ranks = options.engines, 2
     if given and given[-1].isdecimal():
@@ -76,15 +78,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.names = [name for name in named if name in CHAPTERS]
     if others := [name for name in named if name not in CHAPTERS]:
         options.names += engines.chosen(",".join(others), "conform")
-    options.properties = [name for name, each in library().items() if wanted(each, options.only)]
+    properties = library().items()
+    options.properties = [name for name, each in properties if options.only.lower() in words_of(each)]
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
     process_group.check_writable("--json", options.json)
     return options
 
 
-def wanted(each, text: str | None) -> bool:
-    return text is None or any(text.lower() in said.lower() for said in (each.name, each.group, each.says))
+def words_of(each) -> str:
+    return "\n".join((each.name, each.group, each.says)).lower()
 
 
 # On a rank.

@@ -10,7 +10,6 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
-from torch.nn import functional as F
 
 from harness.engine import checkpoint
 from harness.measure.held import sizes_of_layout
@@ -151,7 +150,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def small() -> nn.Module:

@@ -23,6 +23,7 @@ from harness.properties.fixtures import (
     EXACT_LOW,
     OFFLOAD,
     SGD,
+    Averaging,
     OddBlock,
     OddModel,
     Pair,
@@ -74,7 +75,7 @@ def with_torchs_scaler(pair):
 
 def called_with_other_weights(pair):
     others = {name: torch.zeros_like(value) for name, value in pair.plain.named_parameters()}
-    torch.func.functional_call(pair.model, others, pair.batch(0, pair.rank)[:1])
+    torch.func.functional_call(pair.model, others, pair.own_batch(0)[:1])
 
 
 def an_optimizer_in_a_hook(pair):
@@ -97,7 +98,7 @@ def acting(act) -> OddModel:
 
 def under_func(pair):
     """Where ZeRO-3 cannot see what autograd saves."""
-    tokens, _ = pair.batch(0, pair.rank)
+    tokens, _ = pair.own_batch(0)
     torch.func.vmap(lambda _: pair.trained(tokens))(torch.zeros(2))
 
 
@@ -473,26 +474,6 @@ def weights_that_are_loaded_between_forward_and_backward_are_an_error(engine, **
 
 
 # The optimizer and its pieces.
-
-
-class Averaging(torch.optim.SGD):
-    """Schedule-free in its form: `eval()` puts the averages into the weights, `train()` puts back what is trained."""
-
-    @torch.no_grad()
-    def step(self):
-        super().step()
-        for param in all_params(self):
-            mean = self.state[param].setdefault("mean", param.clone())
-            mean.lerp_(param, 0.25)
-
-    @torch.no_grad()
-    def eval(self):
-        for param in all_params(self):
-            kept, mean = param.clone(), self.state[param]["mean"]
-            param.copy_(mean)
-            mean.copy_(kept)
-
-    train = eval  # it changes them back
 
 
 @holds("misuse", ask(ranks=(2, 3), more_ranks=1))

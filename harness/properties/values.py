@@ -82,7 +82,7 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     pair = Pair(engine, (started_by(0), own), OPTIMIZERS[optimizer], **options)
     for step in range(4):
         expected = torch.stack(pair.step_of_plain(step))
-        found = pair.trained.training_step(*pair.batch(step, pair.rank), in_float64)
+        found = pair.trained.training_step(*pair.own_batch(step), in_float64)
         assert not found.requires_grad, "the loss that training_step returns is not detached"
         # All are compared on every rank: where one is wrong, no rank waits for another that has left.
         losses = of_all_ranks(found)
