@@ -56,13 +56,6 @@ def table(titles: str, rows: list[list[str]]) -> str:
 # The referee.
 
 
-def difference(name: str, run: dict) -> str:
-    """How far an engine's losses are from DDP's, in words where that is nothing."""
-    if name == "ddp":
-        return "—"
-    return "0, to the bit" if run["difference"] == 0 else f"{run['difference']:.0e}".replace("e-0", "e-")
-
-
 def conditions(report: dict, file: str) -> str:
     """What a report was measured on, in one sentence."""
     return (
@@ -73,20 +66,15 @@ def conditions(report: dict, file: str) -> str:
 
 
 def referee(which: str, *names: str) -> str:
-    """A comparison of these engines, or of all, as the referee prints it itself but for digits."""
+    """Rows of the table that the referee prints: of these engines, or of all."""
     shown, titles = SHOWN["referee"][which], SHOWN["titles"]
     report, lines = result(shown["file"]), []
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
-        lines.append(step_report.cells_of_run(name, run, runs["ddp"], "ddp") | {
-            "engine": f"`{name}`",
-            "difference from DDP": difference(name, run),
-            "held MB": f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
-            "peak MB": f"{run['peak_bytes'] / 1e6:,.1f}",
-            "step ms": f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
-            "tokens/s": f"{run['tokens_per_s']:,.0f}",
-        })  # fmt: skip
+        held = sum(run["held_bytes"].values()) / 1e6
+        printed = step_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
+        lines.append({**printed, "held MB": f"{held:.2f}"})
     made = []
     for columns in shown["tables"]:
         rows = [[line[column] for column in ("engine", *columns)] for line in lines]

@@ -136,11 +136,6 @@ def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
         engine.zero_grad()
 
 
-def clipping_padding(cls, case: Case) -> None:
-    one_weight(cls, case, clip=True)
-    one_weight(cls, case, more=False, clip=True)
-
-
 def freed_unused(cls, case: Case) -> None:
     engine = build(cls, case, odd_model)
     for unit in engine.units:

@@ -20,7 +20,7 @@ from harness.run import engine_file, process_group, ranks
 from harness.run import options as common
 from harness.run.command_line import Parser, one_line
 from harness.teach.check.steps import parted
-from harness.teach.exercise import EXERCISES, FOLDER, ROOT, Check, edited, lines_of_blanks
+from harness.teach.exercise import EXERCISES, FOLDER, ROOT, Check
 
 SIGNS = {"passed": "passed", "open": "to write", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED"}
 # What makes one rank fail is what others wait for, or have lost.
@@ -137,21 +137,6 @@ def _shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def examined(file: Path, options: argparse.Namespace) -> Report:
-    """The report on one file. Raises ValueError where the ranks do not start."""
-    text, checks = file.read_text(errors="replace"), EXERCISES[options.name].checks
-    report = Report(checks, _shown(file), text)
-    if edited(text):
-        on_ranks(report, file, options)
-    else:  # nothing is written: no rank is needed to tell
-        lines = lines_of_blanks(text)
-        for check in checks:
-            if not report.over:
-                line = lines.get(check.title, max(lines.values()))  # a task has one blank
-                report.add([{"status": "open", "task": check.title, "line": line}])
-    return report
-
-
 def tell_rest(report: Report, name: str, hints: int) -> None:
     """Print how many have passed, and so many `hints` for the first that has not."""
     said = f"{report.passed} of {len(report.checks)} passed"
@@ -180,9 +165,11 @@ def conformed(file: Path, ranks: int) -> dict:
 
 def judged(file: Path, options: argparse.Namespace) -> dict:
     """What --json has of a file, which is printed as it is found. Raises ValueError where the ranks do not start."""
-    if not EXERCISES[options.name].checks:
+    checks = EXERCISES[options.name].checks
+    if not checks:
         return conformed(file, options.ranks)
-    report = examined(file, options)
+    report = Report(checks, _shown(file), file.read_text(errors="replace"))
+    on_ranks(report, file, options)
     tell_rest(report, options.name, options.hint)
     return report.as_json(options.name)
 
