@@ -38,7 +38,6 @@ BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
-REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 MEMORY = "memory-7b-8ranks.json"
 SHOWN = written.beside(__file__)
 
@@ -85,9 +84,9 @@ def referee(which: str, *names: str) -> str:
 def launches() -> str:
     """The ratios of step times over several launches."""
     rows = []
-    for name, values in ratios([result(file) for file in REFEREE_LAUNCHES]).items():
+    for name, values in ratios([result(file) for file in SHOWN["launches"]]).items():
         rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
-    return table(f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest", rows)
+    return table(f"step time, {len(SHOWN['launches'])} launches | median | lowest | highest", rows)
 
 
 # Memory, in GB of 10^9 bytes.
@@ -205,7 +204,10 @@ def exhibits_of(which: str) -> str:
     return ", ".join(map(str, numbers))
 
 
-def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
+Blocks = dict[str, Callable[..., str]]
+
+
+def by_name(*blocks: Callable[..., str]) -> Blocks:
     """{the name between the marks: the function}"""
     return {block.__name__.replace("_", "-"): block for block in blocks}
 
@@ -233,7 +235,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., str]] = BLOCKS) -> str:
+def generate(text: str, where: str = "a page", blocks: Blocks = BLOCKS) -> str:
     """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
 
     def write(block: re.Match) -> str:
@@ -249,7 +251,7 @@ def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., s
     return BLOCK.sub(write, text)
 
 
-def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: str, check: bool = False) -> int:
+def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False) -> int:
     """Write what is stale in these pages, or with `check` only say it. Returns how many pages are stale then."""
     stale = 0
     for path in pages:

@@ -7,13 +7,7 @@ from pkgutil import resolve_name
 
 from harness.teach import written
 
-ARTICLES = {
-    "multiple_gpus": "AI in Multiple GPUs: ZeRO & FSDP",
-    "sharding_state": "ZeRO and FSDP: Sharding Training State at Scale",
-    "frameworks": "Training Frameworks: ZeRO, FSDP, and the Memory Math That Gets You Hired",
-    "scaling": "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Systems",
-    "wordpress": "The WordPress developer's piece on ZeRO Memory Optimization",  # our copy has no title
-}
+ARTICLES = written.beside(__file__, "claims")["articles"]  # {its key in claims.toml: its title}
 HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 
 
