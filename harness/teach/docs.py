@@ -266,7 +266,7 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
             path.write_text(new)
             print(f"written: {path}")
     if not stale:
-        print(f"up to date: {len(pages)} {'page' if len(pages) == 1 else 'pages'}")
+        print(f"pages that are up to date: {len(pages)}")
     return stale if check else 0
 
 

@@ -8,7 +8,6 @@ from pkgutil import resolve_name
 from harness.teach import written
 
 ARTICLES = written.beside(__file__, "claims")["articles"]  # {its key in claims.toml: its title}
-HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Claim:
         found = self.found.format(*map(shown, values))
         first, *elsewhere = true or self._as_said(values)
         if first and all(elsewhere):
-            return found, HOLDS
-        return found, f"holds when {self.when}" if first else DOES_NOT_HOLD
+            return found, "holds"
+        return found, f"holds when {self.when}" if first else "does not hold"
 
     def _as_said(self, values: list) -> list[bool]:
         meets = [values[one] < values[other] for one, other in self.less]
