@@ -236,7 +236,7 @@ def lines_of_blanks(text: str) -> dict[str, int]:
 def told(name: str, text: str) -> str:
     """What is printed of an exercise that was written."""
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
-    said = [f"written: {FOLDER / name}.py, to fill in (with the line, in the order of work):"]
+    said = [f"written: {FOLDER / name}.py. What is asked, in the order of work and with its line:"]
     for check in exercise.checks:
         said.append(f"  {lines.get(check.title, ''):>4}  {check.title}")
     said.append(f"In all it {exercise.goal}.")
