@@ -8,9 +8,9 @@ import forked
 import pytest
 from typed_commands import typed
 
+from harness.run.ranks import ROOT
 from harness.teach import docs
 
-ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in docs.pages()}
 PROSE = {page: CODE.sub("", text) for page, text in PAGES.items()}

@@ -15,15 +15,12 @@ import torch
 
 from harness.engine import accelerator
 from harness.measure import style
+from harness.run.ranks import ROOT
 from harness.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-# Their commands are those of others; they take seconds each.
-LONG = ("03_zero1", "05b_zero3_units", "06_fsdp2_and_the_articles")
-RUN = [pytest.param(file, marks=[pytest.mark.thorough] * (file.stem in LONG), id=file.stem) for file in FILES]
 
 
 def cells_of(file: Path, kind: str) -> list[dict]:
@@ -96,12 +93,12 @@ def executed(quick_python, request):
                 return error
         return cells
 
-    asked = [file for file in FILES if request.config.option.thorough or file.stem not in LONG]
+    asked = [item.callspec.params["file"] for item in request.session.items if "executed" in item.fixturenames]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(asked, pool.map(execute, asked)))
 
 
-@pytest.mark.parametrize("file", RUN)
+@each
 def test_it_runs_to_the_end(file, executed):
     result = executed[file]
     if isinstance(result, Exception):
