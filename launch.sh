@@ -142,8 +142,8 @@ fi
 if [ "$command" = test ]; then
     cd "$here" # tests are named by their place in the project
     # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
-    if [ $# -eq 0 ] && "$python" -c 'import xdist' 2>/dev/null; then
-        set -- -n 2 --dist loadgroup
+    if [[ "$*" =~ ^(--long|--thorough)?$ ]] && "$python" -c 'import xdist' 2>/dev/null; then
+        set -- "$@" -n 2 --dist loadgroup
     fi
     echo "+ $(basename "$python") -m pytest $*"
     trap 'stopped=130' INT # pytest itself has 2 for it, as for other things

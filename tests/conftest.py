@@ -1,6 +1,7 @@
 """The ranks of the whole suite: `ranks(3)` is a pool of three, started when first asked for."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -69,15 +70,23 @@ def quick_python():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also what takes long (tests/long.txt)")
     parser.addoption("--thorough", action="store_true", help="further sizes and options of what other tests hold")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "long: left to CI, and to who names it (tests/long.txt, --long)")
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
+    if hasattr(config, "workerinput"):  # a worker of xdist's: what is left out was said to it
+        return
+    asked = [f"({config.option.markexpr})"] if config.option.markexpr else []  # by -m
     if not config.option.thorough:
-        given = config.option.markexpr  # of -m
-        config.option.markexpr = f"({given}) and not thorough" if given else "not thorough"
+        asked.append("not thorough")
+        named = config.option.keyword or config.args_source is config.ArgsSource.ARGS
+        if not named and not config.option.long:
+            asked.append("not long")
+    config.option.markexpr = " and ".join(asked)
 
 
 # They share the runs of 7b; and test_train's story goes on meanwhile.
@@ -88,15 +97,17 @@ TOGETHER = {
     "test_properties": "2 ranks",
 }
 # What takes longest begins first, so that both workers end together. The others are short.
-LONGEST = ["2 ranks", "dry runs", "test_museum", "test_notebooks", "test_exercises", "3 ranks", "4 ranks", "test_ranks",
-           "test_bench", "test_launch", "test_docs", "test_conform", "test_report"]  # fmt: skip
+LONGEST = ["2 ranks", "dry runs", "test_museum", "test_exercises", "3 ranks", "4 ranks", "test_ranks",
+           "test_launch", "test_docs", "test_conform"]  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: what is started or run once for many tests goes to one worker; the rest by file."""
-    place = {}
+    place, long = {}, re.compile("|".join((ROOT / "tests/long.txt").read_text().split()))
     for item in items:
+        if long.search(item.nodeid):
+            item.add_marker("long")
         fixtures, group = getattr(item, "fixturenames", ()), item.get_closest_marker("xdist_group")
         name = group.args[0] if group else TOGETHER.get(item.path.stem, item.path.stem)
         if group is None and config.pluginmanager.hasplugin("xdist"):

@@ -4,15 +4,14 @@ import json
 import re
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
 
+from harness.run.ranks import ROOT
 from harness.teach import articles
 from harness.teach.articles import Claim
 from harness.teach.articles.__main__ import counts, main, markdown, row, text
 
-ROOT = Path(__file__).parent.parent
 ROWS = json.loads((ROOT / "results" / "articles.json").read_text())
 RECORDED = {(one["article"], one["claim"]): one for one in ROWS}
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")

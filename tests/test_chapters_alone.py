@@ -4,11 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness.run.ranks import ROOT
+
 THOROUGH = [pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1, 3, 4)]
 
 

@@ -14,8 +14,8 @@ import torch
 from harness.properties import foreign
 from harness.run.engine_file import NoEngine, _built, enter
 from harness.run.engines import ENGINES
+from harness.run.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "your-engine.md").read_text()
 LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
 STEP = "    def step(self):\n"

@@ -60,7 +60,7 @@ def examine(pool, folder: Path, name: str, text: str, numbers: list[int]) -> lis
     file.write_text(text)
     with contextlib.suppress(CaseFailed):  # a rank that died has no verdict
         pool.run(check_steps.examine, name=name, file=str(file), folder=str(folder), numbers=numbers)
-    report = check.Report([check_steps.checks_of(name)[number] for number in numbers], file.name, text)
+    report = check.Report([EXERCISES[name].checks[number] for number in numbers], file.name, text)
     for number in numbers:
         verdicts = run_ranks.said(folder, number, pool.world_size)
         if None in verdicts:  # which the command tells as DIED or HANGS
@@ -77,7 +77,7 @@ def examine(pool, folder: Path, name: str, text: str, numbers: list[int]) -> lis
 def test_only_the_blanks_are_taken_out(name):
     """What is left is the chapter: filled with what was taken out, it is the chapter again."""
     blanks, text, chapter = EXERCISES[name].blanks, generate(name), (ROOT / EXERCISES[name].source).read_text()
-    assert sorted(exercise.lines_of_blanks(text)) == sorted(blank.task for blank in blanks)
+    assert sorted(exercise.lines_of_blanks(text)) == sorted(blank.title for blank in blanks)
     inside = [blank for blank in blanks if not blank.head]
     taken = {}
     for blank in inside:
@@ -86,7 +86,7 @@ def test_only_the_blanks_are_taken_out(name):
         taken[blank.where.rpartition(".")[2]] = "\n".join(lines)
     for blank in blanks:
         code = ast.unparse(exercise.find(ast.parse(text), blank.where))
-        assert code.count("raise NotImplementedError(") == 1 and repr(blank.task)[1:-1] in code, blank.where
+        assert code.count("raise NotImplementedError(") == 1 and repr(blank.title)[1:-1] in code, blank.where
     again = ast.parse(fill(name, taken))
     for blank in blanks:
         if blank.head:  # a method that is in no chapter
@@ -98,16 +98,15 @@ def test_only_the_blanks_are_taken_out(name):
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_hints_come_in_levels(name):
     """At level 0 there are targets alone; a hint more at each level; and `check --hint` gives those that are left."""
-    *checks, last = check_steps.checks_of(name)
-    assert [each.blank for each in checks] == [*EXERCISES[name].blanks]
+    *checks, last = EXERCISES[name].checks
     assert last.read in " ".join(check.next_hints(last, generate(name), 1).split())
     for level, many in itertools.product((0, 1, 2), (1, 2)):
         text = generate(name, hints=level)
         assert max(len(line) for line in text.split("\n")) <= 125
         for each in checks:
             said = " ".join(check.next_hints(each, text, many).split())
-            given = [hint for hint in each.blank.hints if " ".join(hint.split()) in said]
-            assert given == [*each.blank.hints[level : level + many]] and (each.read in said) == (level == 2)
+            given = [hint for hint in each.hints if " ".join(hint.split()) in said]
+            assert given == [*each.hints[level : level + many]] and (each.read in said) == (level == 2)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_what_is_not_found_is_an_error_with_chapter_function_and_words(monkeypat
     chapter = '"""A chapter."""\nclass Stage:\n def step(self):\n  place = 0\n  with a: pass\n  place = 1\n'
     (tmp_path / "chapter.py").write_text(chapter)
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
-    words = dict.fromkeys(("task", "idea", "hint", "target", "read"), "")
+    words = dict.fromkeys(("title", "hints", "target"), "")
     blank = exercise.Blank(**{"where": "Stage.step", **words, **options})
     monkeypatch.setitem(EXERCISES, "chapter", exercise.Exercise("chapter.py", "Stage", "", (blank,)))
     with pytest.raises(LookupError) as error:
@@ -166,7 +165,7 @@ def ranks_for(ranks, name: str):
 
 @pytest.mark.parametrize("name", [*CHAPTERS, *TASKS])
 def test_right_solutions_pass(ranks, tmp_path, capsys, name):
-    numbers = list(range(len(check_steps.checks_of(name))))
+    numbers = list(range(len(EXERCISES[name].checks)))
     text = on_task(name, TASKS[name]["solution"]) if name in TASKS else solution(name)
     verdicts = examine(ranks_for(ranks, name), tmp_path, name, text, numbers)
     assert [verdict["status"] for verdict in verdicts] == ["passed"] * len(numbers), capsys.readouterr().out
@@ -284,7 +283,7 @@ def test_one_file_its_hints_and_its_exit_status(tmp_path, capsys, monkeypatch, q
     file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))
     status, said = run(capsys, "zero1_2psi", "--file", str(file), "--hint", "--hint")
-    assert status == 1 and f"to write {blank.task}" in said and "0 of 2 passed." in said
+    assert status == 1 and f"to write {blank.title}" in said and "0 of 2 passed." in said
     assert all(" ".join(hint.split()) in said for hint in blank.hints)
     file.write_text(solution("zero1_2psi"))
     status, said = run(capsys, "zero1_2psi", "2", "--file", str(file), "--hint")

@@ -11,8 +11,8 @@ import pytest
 
 from harness.measure import figures, style
 from harness.measure.memory_parts import PARTS
+from harness.run.ranks import ROOT
 
-ROOT = Path(__file__).parent.parent
 # What has no name on an axis: categories (engines, lanes, options), or it shares another's.
 NAMED_AXES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())["named_axes"]
 

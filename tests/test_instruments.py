@@ -151,7 +151,7 @@ def gloo_on_the_second_gpu() -> None:
         after = time.perf_counter()
     (span,) = timeline.collectives
     assert not span.told and before <= timeline.opened + span.end <= after
-    assert [wait.collective for wait in timeline.waits] == [0]
+    assert [wait.collective for wait in timeline.waits] == [span]
     assert timeline.seconds(events[0]) <= timeline.seconds(events[1])
 
 
@@ -166,7 +166,7 @@ def a_collective_without_a_work() -> None:
         dist.all_reduce(values)
         values.add_(1)
     (span,), (wait,) = timeline.collectives, timeline.waits
-    assert span.told and (wait.collective, wait.start, wait.end) == (0, span.start, span.end)
+    assert span.told and (wait.collective, wait.start, wait.end) == (span, span.start, span.end)
     computing = [(span.start, span.end) for span in timeline.spans if span.lane == "compute"]
     assert len(computing) == 2 and computing[0][1] <= span.start < span.end <= computing[1][0]
 

@@ -32,8 +32,8 @@ from harness.run import ranks as started_by
 from harness.run.engines import ENGINES, named
 from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
+from harness.run.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 START = str(ROOT / "harness" / "run" / "start.py")
 

@@ -5,7 +5,6 @@ import re
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,8 +13,6 @@ from harness.properties.property import Subject, chapter_of, examine, library, s
 from harness.teach import exercise
 from harness.teach.museum import visit as bug
 from harness.teach.museum.exhibits import EXHIBITS, STAGES
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # On the ranks.
 
@@ -138,7 +135,7 @@ def test_what_is_to_be_read_is_there(number):
     assert not re.search(r"_|=|\w\.\w|\w\(|\(\)", prose), f"code without backticks: {prose}"
     for clause in read.split(";"):
         named = re.findall(r"[\w/]+\.py", clause)
-        file = ROOT / (named[0] if named else file)
+        file = exercise.ROOT / (named[0] if named else file)
         places, _, code = clause.partition(":")
         tree, text = ast.parse(file.read_text()), file.read_text()
         found = [exercise.find(tree, place) for place in re.findall(quoted, places)]

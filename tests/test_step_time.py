@@ -135,20 +135,19 @@ def out_of_memory() -> list[str]:
 # What they find.
 
 
-def collective(kind: str, start: float, end: float, told: bool = True) -> Span:
-    return Span("collectives", kind, start, end, ranks=(0, 1), told=told)
+def collective(kind: str, start: float, moves: float, end: float, told: bool = True) -> Span:
+    return Span("collectives", kind, start, end, ranks=(0, 1), told=told, moves=moves)
 
 
 def test_a_step_by_hand():
     """Blocked from 2 to 5: until 4 because the other rank is late, until 4.75 because of bytes, then it wakes up."""
-    gradients, weights = collective("all-reduce", 1.0, 4.75), collective("all-gather", 5.5, 7.5, told=False)
+    gradients, weights = collective("all-reduce", 1.0, 4.0, 4.75), collective("all-gather", 5.5, 6.0, 7.5, told=False)
     found = step_time.divide(
         0.0, 10.0,
         operations=[(0.0, 2.0), (5.0, 7.0), (8.0, 9.0)],
         updates=[(7.75, 9.25)],
-        waits=[Wait(2.0, 5.0, 0)],
+        waits=[Wait(2.0, 5.0, gradients)],
         collectives=[gradients, weights],
-        last_issue=[4.0, 6.0],
     )  # fmt: skip
     assert found == {
         "step": 10.0, "compute": 4.0, "optimizer": 1.0, "host": 2.25, "waiting": 2.0,
@@ -156,16 +155,15 @@ def test_a_step_by_hand():
     }  # fmt: skip
     assert step_time.own_work(found) == 7.25
     # The same moments of the rank that is late: it issues last, at 4, and waits for nobody.
-    late = step_time.divide(
-        0.0, 10.0, [(0.0, 4.0)], [], [Wait(4.0, 4.75, 0)], [collective("all-reduce", 4.0, 4.75)], [4.0]
-    )
+    last = collective("all-reduce", 4.0, 4.0, 4.75)
+    late = step_time.divide(0.0, 10.0, [(0.0, 4.0)], [], [Wait(4.0, 4.75, last)], [last])
     assert late["waiting"] == 0 and late["exposed"] == {"all-reduce": 0.75} and step_time.own_work(late) == 9.25
 
 
 def test_what_begins_or_ends_in_another_step_counts_there():
-    moving = collective("reduce-scatter", 1.0, 6.0)
+    moving = collective("reduce-scatter", 1.0, 2.0, 6.0)
     parts = [
-        step_time.divide(begin, begin + 4.0, [(0.0, 3.0)], [], [Wait(3.0, 6.0, 0)], [moving], [2.0])
+        step_time.divide(begin, begin + 4.0, [(0.0, 3.0)], [], [Wait(3.0, 6.0, moving)], [moving])
         for begin in (0.0, 4.0)
     ]
     assert [part["exposed"] for part in parts] == [{"reduce-scatter": 1.0}, {"reduce-scatter": 2.0}]
@@ -175,8 +173,8 @@ def test_what_begins_or_ends_in_another_step_counts_there():
 
 def test_two_collectives_at_a_time_count_once():
     """While the rank waits for the first, the second moves too, and beside computation the first one counts."""
-    first, second = collective("all-gather", 0.0, 5.0), collective("reduce-scatter", 1.0, 7.0)
-    found = step_time.divide(0.0, 8.0, [(0.0, 4.0), (5.0, 8.0)], [], [Wait(4.0, 5.0, 0)], [first, second], [0.0, 1.0])
+    first, second = collective("all-gather", 0.0, 0.0, 5.0), collective("reduce-scatter", 1.0, 1.0, 7.0)
+    found = step_time.divide(0.0, 8.0, [(0.0, 4.0), (5.0, 8.0)], [], [Wait(4.0, 5.0, first)], [first, second])
     assert found["exposed"] == {"all-gather": 1.0}
     assert found["overlapped"] == {"all-gather": 4.0, "reduce-scatter": 2.0}
 

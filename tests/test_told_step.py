@@ -23,7 +23,7 @@ def told(prefetch: int) -> dict:
         engine = ZeRO3(GPT(GPTConfig(3, 32, 2, seq=32)), partial(torch.optim.AdamW, lr=1e-3), prefetch=prefetch)
         engine.training_step(tokens, tokens, next_token_loss)
         story = UnitStory(engine, memory)
-        with TrafficLedger(story.event) as traffic:
+        with TrafficLedger(story) as traffic:
             engine.training_step(tokens, tokens, next_token_loss)
         story.close()
     with MemoryLedger(engine) as memory:

@@ -15,7 +15,7 @@ from harness.engine.checkpoint import files
 from harness.run import process_group, train
 from harness.run.endings import LAUNCHER
 
-write = files.write
+write, FOR_EVER = files.write, 10**6
 
 
 def comes(trouble: str, step: int) -> bool:
@@ -24,10 +24,6 @@ def comes(trouble: str, step: int) -> bool:
         return False
     file.unlink()
     return True
-
-
-def hang() -> None:
-    time.sleep(10**6)
 
 
 class Dropping(train.GPT):
@@ -42,7 +38,7 @@ class Disturbed(train.Training):
         if self.me.rank == 1 and comes("hang", self.step):
             time.sleep(1)  # so the other rank is the first to say where it waits
             self.progress()
-            hang()
+            time.sleep(FOR_EVER)
         if self.me.rank == 1 and comes("stop", self.step):
             os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes
             os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
@@ -52,7 +48,7 @@ class Disturbed(train.Training):
 def hang_and_write(state, *args):
     about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
     if about and comes("hang_in_save", about["step"]):
-        hang()
+        time.sleep(FOR_EVER)
     return write(state, *args)
 
 

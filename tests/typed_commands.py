@@ -20,8 +20,8 @@ from unittest import mock
 import forked
 
 from harness.run import process_group
+from harness.run.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SAYS_WHAT_IT_IS_GIVEN = """#!/bin/bash
 [ "$1" != -c ] || exit 0  # whether torch is there
 printf '%s\\n' "${{ZERO_PREFLIGHT:-}}" "$@" . >>{told}

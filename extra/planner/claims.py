@@ -197,7 +197,7 @@ def bfloat16_for_speed():
     return [*milliseconds(half, single), there], half.step < single.step, there
 
 
-CLAIMS: list[Claim] = claims_beside(__file__, sys.modules[__name__])
+CLAIMS: list[Claim] = claims_beside(__file__, __name__)
 
 if __name__ == "__main__":
     sys.exit(main(claims=CLAIMS))

@@ -26,7 +26,7 @@ class Watched(Timeline):
 
     def under_way(self) -> set[int]:
         """The numbers, in the order of issue, of the collectives that nobody has waited for."""
-        return {number for *_, number in self._under_way.values()}
+        return {span.number for _, span in self._under_way.values()}
 
     def _at_work(self, func) -> tuple[str, str]:
         unit, step = super()._at_work(func)
@@ -160,7 +160,7 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
         "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
-        "waits": [[opened + w.start, opened + w.end, w.collective] for w in timeline.waits],
+        "waits": [[opened + w.start, opened + w.end, w.collective.number] for w in timeline.waits],
         "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],
         "updated": None if memory.updated is None else at(memory.updated),
     }  # fmt: skip

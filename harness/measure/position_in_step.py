@@ -12,9 +12,12 @@ class PositionInStep:
 
     Steps are the `record_function` labels that begin with "step "; a module in forward is known by hooks, and in
     backward by the number that autograd gave to the operation which is being undone.
+
+    `told.begins(step, depth)` and `told.ends(step, depth)` are called for every step; depth 1 is the outermost.
     """
 
-    def __init__(self):
+    def __init__(self, told=None):
+        self._told = told
         self.labels: list[str] = []  # all `record_function` labels that are open, from the outside in
         self._handles: list = []
         self.forget()
@@ -27,14 +30,22 @@ class PositionInStep:
         self._entered: list[tuple[int, str]] = []  # (autograd's number of the next node, module from there on)
         self._last = ""
 
-    def see(self, func, args) -> str:
-        """Take notice of an operation that is about to run: "enter LABEL" or "leave LABEL", or "" for any other one."""
+    def see(self, func, args) -> bool:
+        """Take notice of an operation that is about to run. Whether it is a label's beginning or end."""
         if func._schema.name == "profiler::_record_function_enter_new":
             self.labels.append(args[0])
-            return f"enter {args[0]}"
+            if self._tells():
+                self._told.begins(self.step, len(self.steps))
+            return True
         if func._schema.name == "profiler::_record_function_exit" and self.labels:
-            return f"leave {self.labels.pop()}"
-        return ""
+            if self._tells():
+                self._told.ends(self.step, len(self.steps))
+            self.labels.pop()
+            return True
+        return False
+
+    def _tells(self) -> bool:
+        return self._told is not None and self.labels[-1].startswith("step ")
 
     @property
     def steps(self) -> list[str]:

@@ -28,30 +28,7 @@ from harness.run.process_group import gathered
 Interval = tuple[float, float]
 OWN = ("compute", "optimizer", "host")
 UPDATE = "4 update the shard"
-
-
-def minus(intervals: Iterable[Interval], holes: list[Interval]) -> list[Interval]:
-    """`intervals` without `holes`; `holes` are sorted by their start, and may overlap."""
-    left = []
-    for start, end in intervals:
-        for hole_start, hole_end in holes:
-            if hole_start >= end:
-                break
-            if hole_end > start:
-                left.append((start, hole_start))
-                start = max(start, hole_end)
-        left.append((start, end))
-    return [(start, end) for start, end in left if end > start]
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Seconds in `intervals`, which do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def inside(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What lies between `begin` and `end`, sorted."""
-    return sorted((max(a, begin), min(b, end)) for a, b in intervals if min(b, end) > max(a, begin))
+OPERATION = "operation"
 
 
 def divide(
@@ -61,43 +38,46 @@ def divide(
     updates: list[Interval],
     waits: list[Wait],
     collectives: list[Span],
-    last_issue: list[float],
 ) -> dict:
     """The step from `begin` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
     "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" are
     the kinds whose end the backend does not tell before they are waited for: their overlapped time is at most that.
 
-    `updates` are the times of step 4; `last_issue[i]` is when the last rank issued `collectives[i]`. All on one clock.
+    `updates` are the times of step 4. All on one clock.
     """
-    waiting, exposed, overlapped, blocked = 0.0, Counter(), Counter(), []
-    reached = begin
-    for wait in sorted(waits, key=lambda wait: wait.start):
-        start, stop = max(wait.start, reached), min(wait.end, end)
-        if stop <= start:
-            continue
-        collective, reached = collectives[wait.collective], stop
-        moves = min(max(last_issue[wait.collective], start), stop)
-        waiting += moves - start
-        # What comes after its end is the host's: it has to notice.
-        done = min(max(collective.end, moves), stop)
-        exposed[collective.name] += done - moves
-        blocked.append((start, done))
+    spent, exposed, overlapped = Counter(), Counter(), Counter()
+    reached, going_on = begin, []  # what goes on, in the order in which it began
+    for moment, begins, what in [*_changes(operations, updates, waits, collectives), (end, True, None)]:
+        seconds = min(moment, end) - max(reached, begin)
+        if seconds > 0:
+            awaited = next((each.collective for each in going_on if isinstance(each, Wait)), None)
+            moving = next((each for each in going_on if isinstance(each, Span)), None)
+            if awaited is not None and reached < awaited.moves:
+                spent["waiting"] += seconds
+            elif awaited in going_on:
+                exposed[awaited.name] += seconds
+            else:  # when the collective has ended, the host still has to notice
+                working = "optimizer" if UPDATE in going_on else "compute"
+                spent[working if OPERATION in going_on else "host"] += seconds
+                if moving is not None:  # two at a time count once, for the one that began first
+                    overlapped[moving.name] += seconds
+        reached = moment
+        (going_on.append if begins else going_on.remove)(what)
+    late = {span.name for span in collectives if not span.told and span.start < end and span.end > begin}
+    return {"step": end - begin, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
+            "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
 
-    covered = blocked
-    for collective, issued in sorted(zip(collectives, last_issue), key=lambda pair: pair[1]):
-        moving = inside([(max(issued, collective.start), collective.end)], begin, end)
-        beside = minus(moving, covered)  # two at a time count once, for the one that began first
-        if beside:
-            overlapped[collective.name] += total(beside)
-            covered = sorted(covered + beside)
 
-    working = minus(inside(operations, begin, end), blocked)
-    optimizer = sum(total(inside(working, *update)) for update in inside(updates, begin, end))
-    compute = total(working) - optimizer
-    host = end - begin - total(working) - total(blocked)
-    late = {span.name for span in collectives if not span.told and inside([(span.start, span.end)], begin, end)}
-    return {"step": end - begin, "compute": compute, "optimizer": optimizer, "host": host, "waiting": waiting,
-            "exposed": dict(exposed), "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
+def _changes(operations, updates, waits, collectives) -> list[tuple]:
+    """(when, whether it begins or ends, what) of all that goes on, in order."""
+    intervals = [(OPERATION, *times) for times in operations]
+    intervals += [(UPDATE, *times) for times in updates]
+    intervals += [(wait, wait.start, wait.end) for wait in waits]
+    intervals += [(span, max(span.moves, span.start), span.end) for span in collectives]
+    changes = []
+    for what, start, stop in intervals:
+        changes += [(start, True, what), (max(start, stop), False, what)]
+    return sorted(changes, key=lambda change: change[0])
 
 
 def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) -> list[float]:
@@ -160,18 +140,20 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
     the steps, as in training. `meet` is called after them, before the ranks tell each other.
     """
     dist.barrier()
+    marks = []
     with Timeline(engine, device) as timeline:
         for _ in range(steps if train is not None else 0):
-            timeline.mark()
+            marks.append(timeline.now())
             train()
-        timeline.mark()
+        marks.append(timeline.now())
     meet()
     shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
     issued = gathered([(span.ranks, span.start + shift) for span in timeline.collectives])
-    last_issue = [moment - shift for moment in last_issues(issued, dist.get_rank())]
+    for span, moment in zip(timeline.collectives, last_issues(issued, dist.get_rank())):
+        span.moves = moment - shift
     updates = [(span.start, span.end) for span in timeline.spans if span.lane == STEPS and span.name == UPDATE]
-    of_rank = timeline.operations, updates, timeline.waits, timeline.collectives, last_issue
-    return gathered([divide(*step, *of_rank) for step in pairwise(timeline.marks)])
+    of_rank = timeline.operations, updates, timeline.waits, timeline.collectives
+    return gathered([divide(*step, *of_rank) for step in pairwise(map(timeline.seconds, marks))])
 
 
 def own_work(step: dict) -> float:

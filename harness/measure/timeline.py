@@ -1,8 +1,8 @@
 """The timeline: when a rank computes, when its collectives are under way, in which step and module."""
 
+import bisect
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ class Span:
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
     unit or bucket of a collective, where `on_collective` has found it out (harness/measure/collective_names.py).
-    `later` says of a collective that it was issued to be waited for later (`async_op`).
+    `later` says of a collective that it was issued to be waited for later (`async_op`), `number` is its place in
+    `Timeline.collectives`. Its bytes move when the last of its ranks has issued it: `moves`, filled in by step_time.py.
 
     While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
     """
@@ -40,15 +41,17 @@ class Span:
     told: bool = True
     later: bool = True
     unit: str = ""
+    number: int = -1
+    moves: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wait:
-    """From `start` to `end` (seconds) this rank could not go on before `Timeline.collectives[collective]` had ended."""
+    """From `start` to `end` this rank could not go on before the collective had ended."""
 
     start: float
     end: float
-    collective: int
+    collective: Span
 
 
 class Timeline(TorchDispatchMode):
@@ -61,7 +64,7 @@ class Timeline(TorchDispatchMode):
     host does not compute.
 
     Beside the spans, for harness/measure/step_time.py, in seconds as theirs: `collectives` in the order of their issue;
-    `operations`, (start, end) of each on the stream that computes; `waits`; and `marks`, what `mark()` has noted.
+    `operations`, (start, end) of each on the stream that computes; and `waits`.
     """
 
     def __init__(self, engine=None, device: torch.device | None = None):
@@ -69,28 +72,22 @@ class Timeline(TorchDispatchMode):
         self.spans: list[Span] = []
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
-        self._where, self._model = PositionInStep(), model
+        self._where, self._model = PositionInStep(self), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
         self._steps: list[Span] = []  # that are open, from the outside in
         self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
-        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span, its number)
+        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
         self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
         self.waits: list[Wait] = []
-        self.marks: list[float] = []
         self._futures: list[tuple] = []  # (future, span) of collectives under way
-        self._waited: list[tuple] = []  # (start, end, the collective's span), of waits that Python has called
         self._products = 0  # matrix products until now
         self._products_at: list[list] = []  # their number when each collective was issued, and when it was waited for
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
         self.on_collective = lambda span, args: None  # called when a collective is issued
-
-    def mark(self) -> None:
-        """Note the time, on CUDA that of the GPU: where a step begins, say."""
-        self.marks.append(self.now())
 
     def now(self):
         """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
@@ -107,13 +104,15 @@ class Timeline(TorchDispatchMode):
             return "optimizer", step
         return unit_of(self._where.module(), self._units) or "root", step
 
+    def begins(self, step: str, depth: int) -> None:
+        self._steps.append(Span(STEPS, step, self.now(), None))
+        self.spans.append(self._steps[-1])
+
+    def ends(self, step: str, depth: int) -> None:
+        self._steps.pop().end = self.now()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        said = self._where.see(func, args)
-        if said.startswith("enter step "):
-            self._steps.append(Span(STEPS, said.removeprefix("enter step "), self.now(), None))
-            self.spans.append(self._steps[-1])
-        elif said.startswith("leave step "):
-            self._steps.pop().end = self.now()
+        self._where.see(func, args)
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
         at_work = self._at_work(func)
@@ -152,6 +151,7 @@ class Timeline(TorchDispatchMode):
     def _collective(self, kind: str, args, result, start, later: bool) -> None:
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
         span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
+        span.number = len(self.collectives)
         self.spans.append(span)
         self.collectives.append(span)
         self.on_collective(span, args)
@@ -161,9 +161,9 @@ class Timeline(TorchDispatchMode):
                 self._computing = None
                 self._ended(span)
                 if self._is_computing():
-                    self._waited.append((start, span.end, span))
+                    self.waits.append(Wait(start, span.end, span))
                 return
-            self._under_way[id(work)] = (work, span, len(self.collectives) - 1)
+            self._under_way[id(work)] = (work, span)
             if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
                 span.told = False
                 return
@@ -199,13 +199,13 @@ class Timeline(TorchDispatchMode):
             try:
                 return timeline._plain_wait(work, *timeout)
             finally:
-                _, span, number = timeline._under_way.pop(id(work), (None, None, None))
+                _, span = timeline._under_way.pop(id(work), (None, None))
                 if span is not None:
-                    timeline._products_at[number][1] = timeline._products
+                    timeline._products_at[span.number][1] = timeline._products
                     timeline._ended(span)
                     if timeline._is_computing():
-                        timeline._waited.append((start, timeline.now(), span))
-                    timeline.on_wait(number)
+                        timeline.waits.append(Wait(start, timeline.now(), span))
+                    timeline.on_wait(span.number)
 
         dist.Work.wait = wait
         if self._gpu:
@@ -222,37 +222,35 @@ class Timeline(TorchDispatchMode):
         end = self.now()
         if self._gpu:
             self._gpu.synchronize()
-        for span in self.spans:
-            stop = end if span.end is None else span.end  # nobody has waited for it inside the `with`
-            span.start, span.end = self._interval(span.start, stop)
-        self.spans.sort(key=lambda span: span.start)
+        for each in (*self.spans, *self.waits):
+            stop = end if each.end is None else each.end  # nobody has waited for it inside the `with`
+            each.start, each.end = self._interval(each.start, stop)
         self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
-        self.marks = [self.seconds(moment) for moment in self.marks]
-        self.waits = self._find_waits()
-        self._waited, self._futures, self._ran, self._under_way = [], [], [], {}
+        self._find_waits()
+        for several in (self.spans, self.waits):
+            several.sort(key=lambda each: each.start)
+        self._futures, self._ran, self._under_way = [], [], {}
         return result
 
-    def _find_waits(self) -> list[Wait]:
-        """The waits that Python has called, and those inside C++ (DDP's reducer) or between streams (FSDP2 on CUDA).
+    def _find_waits(self) -> None:
+        """Beside the waits that Python has called those inside C++ (DDP's reducer) or between streams (FSDP2 on CUDA).
 
-        The latter are seen by what they leave: two operations with nothing between them, and a collective that ended
-        in the gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
+        They are seen by what they leave: two operations with nothing between them, and a collective that ended in the
+        gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
         """
-        number = {id(span): index for index, span in enumerate(self.collectives)}
-        waits = [Wait(self.seconds(a), self.seconds(b), number[id(span)]) for a, b, span in self._waited]
-        known = {wait.collective for wait in waits}
+        known = {wait.collective.number for wait in self.waits}
         slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
-        ends = sorted((span.end, index) for index, span in enumerate(self.collectives) if index not in known)
         ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
-        for (_, before), (after, _) in pairwise(ran):
-            while ends and ends[0][0] <= before:
-                ends.pop(0)
-            while ends and ends[0][0] <= after + slack:
-                end, index = min(ends[0][0], after), ends.pop(0)[1]
-                start = max(before, self.collectives[index].start)
-                waits.append(Wait(start, end, index))
-                before = end
-        return sorted(waits, key=lambda wait: wait.start)
+        reached = 0.0  # of a gap in which several have ended
+        for span in sorted(self.collectives, key=lambda span: span.end):
+            place = bisect.bisect_left(ran, (span.end - slack,))
+            if span.number in known or not 0 < place < len(ran):
+                continue
+            (_, before), (after, _) = ran[place - 1 : place + 1]
+            start, stop = max(before, span.start, reached), min(span.end, after)
+            if start < stop:
+                self.waits.append(Wait(start, stop, span))
+                reached = stop
 
     def _interval(self, start, stop) -> tuple[float, float]:
         """In seconds. `start` may be a pair of moments: the later one counts."""

@@ -43,7 +43,7 @@ def held_in_words(engine) -> str:
 
 
 class Story:
-    """What `TrafficLedger` calls during a step, sorted: a numbered step begins or ends, or something is sent.
+    """What `TrafficLedger` tells during a step: a numbered step begins or ends, or something is sent.
 
     Of a step in several micro-batches forwards and backwards are numbered: "Step 1 forward, micro-batch 2 of 4".
     """
@@ -60,14 +60,13 @@ class Story:
             return f"Step {step}, micro-batch {self._begun} of {self._micro_batches}"
         return f"Step {step}"
 
-    def event(self, what: str, depth: int, collective) -> None:
-        """What `TrafficLedger` calls."""
-        if collective is not None:
-            self.send(collective, depth)
-        elif depth == 1 and what.startswith("enter step "):
-            self.begin(self.numbered(what.removeprefix("enter step ")))
-        elif depth == 1 and what.startswith("leave step "):
-            self.end(what.removeprefix("leave step "))
+    def begins(self, step: str, depth: int) -> None:
+        if depth == 1:
+            self.line(self.numbered(step))
+
+    def ends(self, step: str, depth: int) -> None:
+        if depth == 1:
+            self.line(f"  holds {held_in_words(self.engine)}{self.besides(step)}")
 
 
 class BucketStory(Story):
@@ -84,22 +83,18 @@ class BucketStory(Story):
         counted = any("  x " in line for line in self.lines)
         return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
 
-    def begin(self, line: str) -> None:
-        self._line(line)
-
-    def send(self, collective, depth: int) -> None:
+    def sends(self, collective, depth: int) -> None:
         inside = f"{collective.step}: " if depth > 1 else ""
         whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
-        self._line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+        self.line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
 
-    def end(self, step: str) -> None:
+    def besides(self, step: str) -> str:
         travelling = getattr(self.engine, "in_flight", None)
-        later = ""
-        if travelling is not None:
-            later = f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
-        self._line(f"  holds {held_in_words(self.engine)}{later}")
+        if travelling is None:
+            return ""
+        return f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
 
-    def _line(self, text: str) -> None:
+    def line(self, text: str) -> None:
         if text != self._last:
             self.close()
         self._last, self._count, self._live = text, self._count + 1, self.memory.live
@@ -163,21 +158,18 @@ class UnitStory(Story):
             lines += [f"{first:<{width}}{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {bar}".rstrip(), *rest]
         return lines
 
-    def begin(self, line: str) -> None:
+    def line(self, text: str) -> None:
         self.flush()
-        self._rows.append((line, 0.0, 0))
+        self._rows.append((text, 0.0, 0))
 
-    def send(self, collective, depth: int) -> None:
+    def sends(self, collective, depth: int) -> None:
         self._sent += collective.sent_bytes
 
-    def end(self, step: str) -> None:
+    def besides(self, step: str) -> str:
         root = self.engine.root
         if step.startswith("1"):
             self._tell("compute", root)  # what follows the last unit
-        more = ""
-        if root.gathered:
-            more = f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)"
-        self.begin(f"  holds {held_in_words(self.engine)}{more}")
+        return f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)" if root.gathered else ""
 
     def close(self) -> None:
         """Nobody is watched any more."""

@@ -67,12 +67,12 @@ class TrafficLedger(TorchDispatchMode):
     in C++, FSDP), and so do `record_function` labels, which tell the step.
     """
 
-    def __init__(self, on_event=None):
-        """`on_event(what, depth, collective)` is called for every label entered or left, and every collective."""
+    def __init__(self, story=None):
+        """`story` is told what happens, when it happens: see `Story` in told_step.py."""
         super().__init__()
         self.collectives: list[Collective] = []
-        self._where = PositionInStep()
-        self._on_event = on_event or (lambda what, depth, collective: None)
+        self._story = story
+        self._where = PositionInStep(story)
 
     @property
     def sent_bytes(self) -> int:
@@ -90,9 +90,8 @@ class TrafficLedger(TorchDispatchMode):
         return Counter(collective.kind for collective in self.collectives)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if said := self._where.see(func, args):
-            self._on_event(said, len(self._where.labels) + said.startswith("leave"), None)
-        elif (kind := kind_of(func)) is not None:
+        self._where.see(func, args)
+        if (kind := kind_of(func)) is not None:
             self._note(kind, args)
         return func(*args, **(kwargs or {}))
 
@@ -103,7 +102,8 @@ class TrafficLedger(TorchDispatchMode):
         sent = sent_bytes(kind, whole, len(ranks))
         collective = Collective(kind, whole, sent, self._where.step, element, ranks)
         self.collectives.append(collective)
-        self._on_event(kind, len(self._where.labels), collective)
+        if self._story is not None:
+            self._story.sends(collective, len(self._where.steps))
 
 
 def whole_bytes(kind: str, args) -> int:

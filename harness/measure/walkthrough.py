@@ -108,7 +108,7 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) 
     say(f"training step {options.steps}, event by event{again}.\n")
     story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
     told = explained(f"training step {options.steps}", engine, memory)
-    with watched_step(engine, memory, on_event=story.event) as seen, told:
+    with watched_step(engine, memory, story=story) as seen, told:
         loss = _train(engine, batch, options)
     story.close()
     say("\n".join([story.how_to_read(), *story.lines]))

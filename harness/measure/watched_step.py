@@ -27,8 +27,8 @@ class Seen(TrafficLedger):
     the allocator has taken from the GPU, fragments included. Both are there when the step is over.
     """
 
-    def __init__(self, on_event=None):
-        super().__init__(on_event)
+    def __init__(self, story=None):
+        super().__init__(story)
         self.held: dict[str, int] = {}
         self.peak = self.reserved = 0
 
@@ -60,15 +60,15 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 @contextlib.contextmanager
-def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None, on_event=None):
+def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None, story=None):
     """Around one training step of `engine`, inside the open ledger `memory`. Yields the `Seen` that it fills in.
 
-    `allocator` was made before the engine was built; `on_event` is the traffic ledger's.
+    `allocator` was made before the engine was built; `story` is the traffic ledger's.
     """
     memory.begin(engine)
     if allocator is not None:
         allocator.reset_peak()
-    with Seen(on_event) as seen:
+    with Seen(story) as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
         try:
             yield seen

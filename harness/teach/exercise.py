@@ -12,52 +12,59 @@ import textwrap
 from dataclasses import dataclass, field
 
 from harness.measure import tables
+from harness.run import options as common
 from harness.run.command_line import Parser, one_line
 from harness.run.ranks import ROOT
 from harness.teach import written
 
 FOLDER = ROOT / "exercises"
-HINTS = 1  # of each blank's two, unless another number is asked for
 
 
 @dataclass(frozen=True)
-class Blank:
-    """A body to write: in the function `where` ("Class.method") the statements from `first` to `last`.
+class Check:
+    """What `check` asks of a file, and gives a point for: the whole file, or what one of the classes below says.
 
-    These are the words that a statement's code begins with, one statement of the function alone. It may stand inside of
-    another one, as a `with`; then that one's body is meant. Without `first` from the beginning of the body, without
-    `last` to its end. `task` is what the error says. Above it stand as many of its hints as were asked for (`idea`:
-    what to think of, `hint`: how to go about it), and `target`, in which {lines} are the reference's lines of code.
-    `read` says where to look when a check fails. A method that the class has from elsewhere is given with its `head`,
-    and added to the class.
-    """
-
-    where: str
-    task: str
-    idea: str
-    hint: str
-    target: str
-    read: str
-    first: str = ""
-    last: str = ""
-    head: str = ""
-
-    @property
-    def hints(self) -> tuple[str, str]:
-        return self.idea, self.hint
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a task demands: of a `number` (check/tasks.py) `least`, or `most`, in parts of what the chapter has.
-
-    Without a number: the chapter's weights. A `title` alone, of a task without a source, is the score of `conform`.
+    `where` is the function ("Class.method") that is looked at, if it is one. `read` says where to look when it fails.
     """
 
     title: str
+    where: str = ""
+    read: str = "what stands at the top of the file, and its class's docstring"
+    hints: tuple[str, ...] = ()
+    no_hint = "all blanks are written"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blank(Check):
+    """A body to write: in the function `where` the statements from `first` to `last`.
+
+    These are the words that a statement's code begins with, one statement of the function alone. It may stand inside of
+    another one, as a `with`; then that one's body is meant. Without `first` from the beginning of the body, without
+    `last` to its end. `title` is what the error says. Above it stand as many of its hints as were asked for (the first:
+    what to think of, the second: how to go about it), and `target`, in which {lines} are the reference's lines of code.
+    A method that the class has from elsewhere is given with its `head`, and added to the class. A blank is compared
+    with what the chapter has there; or with its `answer`, a function that does more than the chapter's.
+    """
+
+    target: str
+    first: str = ""
+    last: str = ""
+    head: str = ""
+    answer: str = ""
+    no_hint = "there is no other"
+
+
+@dataclass(frozen=True)
+class Target(Check):
+    """What a task demands: of a `number` (check/tasks.py) `least`, or `most`, in parts of what the chapter has.
+
+    Without a number: the chapter's weights.
+    """
+
     number: str = ""
     least: float = 0
     most: float | None = None
+    no_hint = "a task has none"
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Exercise:
 
     Or a task that is in no chapter: `text` to begin with, and `targets` that `check` measures beside the source's
     class, which is given the same `options` and so many `backwards` per step. It needs so many `ranks`.
+    What is checked `takes` so long.
     """
 
     source: str
@@ -77,30 +85,26 @@ class Exercise:
     options: dict = field(default_factory=dict)
     backwards: int = 1
     ranks: int = 2
+    takes: str = "about a minute"
 
     @property
-    def takes(self) -> str:
-        """How long `check` takes, in words."""
-        return "about a minute" if self.source else "some minutes"
+    def checks(self) -> tuple[Check, ...]:
+        """The blanks, each by itself, and then the whole file; or a task's targets. A task without has the score of
+        `conform`."""
+        if self.blanks:
+            return *self.blanks, Check("All steps: training steps, what they send and what they hold")
+        return self.targets
 
 
 def _exercises() -> dict[str, Exercise]:
-    """exercises.toml and tasks.toml, in which it does not matter where a text is broken into lines."""
+    """What exercises.toml and tasks.toml have."""
     found = {}
     rows = written.beside(__file__, "exercises") | written.beside(__file__, "tasks")
     for name, row in rows.items():
-        blanks = tuple(Blank(**_unfolded(blank)) for blank in row.pop("blanks", ()))
+        blanks = tuple(Blank(**blank) for blank in row.pop("blanks", ()))
         targets = tuple(Target(**target) for target in row.pop("targets", ()))
-        found[name] = Exercise(**_unfolded(row), blanks=blanks, targets=targets)
+        found[name] = Exercise(**row, blanks=blanks, targets=targets)
     return found
-
-
-def _unfolded(row: dict) -> dict:
-    """The texts of a row in one line each; but code."""
-    for key, value in row.items():
-        if isinstance(value, str) and key not in ("head", "text"):
-            row[key] = " ".join(value.split())
-    return row
 
 
 EXERCISES = _exercises()
@@ -159,7 +163,7 @@ def _opened(text: str, blank: Blank, hints: int) -> str:
     return "\n".join(lines)
 
 
-def generate(name: str, hints: int = HINTS) -> str:
+def generate(name: str, hints: int = 1) -> str:
     """The text of the exercise: the chapter with its blanks. Above each stands its target, and so many of its hints.
 
     Raises LookupError, with the chapter, the function and what was looked for, for what is not in the chapter any more.
@@ -198,9 +202,9 @@ def edited(text: str) -> bool:
 def _instead(blank: Blank, taken: list[str], indent: int, hints: int) -> list[str]:
     target = blank.target.format(lines=sum(bool(line.strip()) and line.strip()[0] != "#" for line in taken))
     said = [*blank.hints[:hints], f"Target: {target}."]
-    step, _, _ = blank.task.partition(":")
+    step, _, _ = blank.title.partition(":")
     said[0] = f"{step.upper()}. {said[0]}"
-    return [*_comment(said, indent), f'{" " * indent}raise NotImplementedError("{blank.task}")']
+    return [*_comment(said, indent), f'{" " * indent}raise NotImplementedError("{blank.title}")']
 
 
 def _comment(said: list[str], indent: int = 0) -> list[str]:
@@ -216,15 +220,15 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
     said = [
         f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
         f"Write what raises NotImplementedError, in this order, which is that of work and not of lines, and ask after "
-        f"each: ./launch.sh check {name}",
+        f"each: ./launch.sh check {name} (a hint more: --hint)",
         "Each is tried alone: all others are then the chapter's. So names that other code reads must stay.",
     ]
-    blanks = [f"#   {blank.where:<24} {blank.task}" for blank in exercise.blanks]
+    blanks = [f"#   {blank.where:<24} {blank.title}" for blank in exercise.blanks]
     return [*_comment(said), *blanks]
 
 
 def lines_of_blanks(text: str) -> dict[str, int]:
-    """{task: line} of the blanks of an exercise as it was written."""
+    """{title: line} of the blanks of an exercise as it was written."""
     blanks = re.finditer(r'raise NotImplementedError\("(.*?)"', text)
     return {blank[1]: text[: blank.start()].count("\n") + 1 for blank in blanks}
 
@@ -232,14 +236,11 @@ def lines_of_blanks(text: str) -> dict[str, int]:
 def told(name: str, text: str) -> str:
     """What is printed of an exercise that was written."""
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
-    said = [f"written: {FOLDER / name}.py, to fill in:"]
-    said += [f"  line {lines[blank.task]:>3}  {blank.task}" for blank in exercise.blanks]
-    said += [f"  target    {target.title}" for target in exercise.targets]
+    said = [f"written: {FOLDER / name}.py. What is asked, in the order of work and with its line:"]
+    for check in exercise.checks:
+        said.append(f"  {lines.get(check.title, ''):>4}  {check.title}")
     said.append(f"In all it {exercise.goal}.")
-    if exercise.blanks:
-        said.append("Write them in this order, the order of work and not of lines.")
-    hint = " (a hint beside it: --hint)" if exercise.blanks else ""
-    said.append(f"Ask at any time, which takes {exercise.takes}: ./launch.sh check {name}{hint}")
+    said.append(f"Ask at any time, which takes {exercise.takes}: ./launch.sh check {name}")
     return "\n".join(said)
 
 
@@ -247,9 +248,7 @@ def told(name: str, text: str) -> str:
 def main(argv=None) -> None:
     parser = Parser("exercise NAME", description=__doc__.splitlines()[0])
     parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
-    hints = f"hints above each blank; 0: its target alone (default {HINTS})"
-    parser.add_argument("--hints", type=int, choices=(0, 1, 2), default=HINTS, help=hints)
-    parser.add_argument("--force", action="store_true", help="write it anew even if the file was edited")
+    common.add(parser, "hints", "force")
     options = parser.parse_args(argv)
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     shown = file.relative_to(ROOT)

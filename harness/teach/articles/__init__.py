@@ -5,11 +5,8 @@ words of ours, and its code is ours; no article's code is here. Our copies of th
 formulas. A claim that was completed there says what is blank.
 """
 
-import sys
-
-from harness.teach.articles import on_memory, on_traffic, printed, runs
 from harness.teach.articles.claim import ARTICLES, Claim, claims_beside
 
-CLAIMS: list[Claim] = claims_beside(__file__, sys.modules[__name__])
+CLAIMS: list[Claim] = claims_beside(__file__, __name__)
 
-__all__ = ["ARTICLES", "CLAIMS", "Claim", "on_memory", "on_traffic", "printed", "runs"]
+__all__ = ["ARTICLES", "CLAIMS", "Claim"]

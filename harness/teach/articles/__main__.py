@@ -14,28 +14,23 @@ from html import escape
 from operator import itemgetter
 
 from harness.measure import tables
+from harness.run import options as common
 from harness.run.command_line import Parser, one_line
-from harness.run.options import write_json
 from harness.run.process_group import check_writable
+from harness.teach import written
 from harness.teach.articles import CLAIMS, Claim
 
 COLUMNS = ("article", "claim", "ran", "found", "verdict")
-IN_WORDS = {  # of a verdict: of one claim, of several
-    "holds": ("holds", "hold"),
-    "holds when": ("holds under a condition", "hold under a condition"),
-    "does not hold": ("does not hold", "do not hold"),
-    "error": ("error", "errors"),
-}
+IN_WORDS = written.beside(__file__, "claims")["in_words"]
 
 
 def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
     parser = Parser("articles", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="only claims with a TEXT in the claim or its article"
     )
-    parser.add_argument("--markdown", action="store_true", help="print the table as GitHub shows it")
+    common.add(parser, "markdown", "json")
     options = parser.parse_args(argv)
     wanted = [text.lower() for text in options.only]
     options.claims = [one for one in claims if any(text in f"{one.article} {one.claim}".lower() for text in wanted)]
@@ -99,7 +94,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     print((markdown if options.markdown else text)(rows), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
     with one_line(ValueError):
-        write_json(options.json, rows)
+        common.write_json(options.json, rows)
     return int(any(one["verdict"] == "error" for one in rows))
 
 

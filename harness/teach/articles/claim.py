@@ -3,19 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
-from operator import attrgetter
-from types import ModuleType
+from pkgutil import resolve_name
 
 from harness.teach import written
 
-ARTICLES = {
-    "multiple_gpus": "AI in Multiple GPUs: ZeRO & FSDP",
-    "sharding_state": "ZeRO and FSDP: Sharding Training State at Scale",
-    "frameworks": "Training Frameworks: ZeRO, FSDP, and the Memory Math That Gets You Hired",
-    "scaling": "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Systems",
-    "wordpress": "The WordPress developer's piece on ZeRO Memory Optimization",  # our copy has no title
-}
-HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
+ARTICLES = written.beside(__file__, "claims")["articles"]  # {its key in claims.toml: its title}
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,8 @@ class Claim:
         found = self.found.format(*map(shown, values))
         first, *elsewhere = true or self._as_said(values)
         if first and all(elsewhere):
-            return found, HOLDS
-        return found, f"holds when {self.when}" if first else DOES_NOT_HOLD
+            return found, "holds"
+        return found, f"holds when {self.when}" if first else "does not hold"
 
     def _as_said(self, values: list) -> list[bool]:
         meets = [values[one] < values[other] for one, other in self.less]
@@ -73,12 +65,12 @@ class Claim:
         return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
 
 
-def claims_beside(file: str, runs: ModuleType) -> list[Claim]:
-    """Those of claims.toml, article by article; `run` is the name of a function in a module that `runs` has."""
+def claims_beside(file: str, runs: str) -> list[Claim]:
+    """Those of claims.toml, article by article; `run` is the name of a function in what is imported as `runs`."""
     rows, claims = written.beside(file, "claims"), []
     for key, title in ARTICLES.items():
         for row in rows.get(key, ()):
-            run = attrgetter(row["run"])(runs)
+            run = resolve_name(f"{runs}.{row['run']}")
             claims.append(Claim(**{**row, "article": title, "run": run}))
     return claims
 

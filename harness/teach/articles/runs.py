@@ -2,18 +2,16 @@
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.measure.fake_ranks import fake_ranks
+from harness.measure.fake_ranks import all_reduce_bucket, fake_ranks
 from harness.measure.ledger import MemoryLedger
 from harness.measure.memory_parts import PartsLedger
 from harness.measure.sweeps import UNITS
@@ -25,17 +23,6 @@ from harness.run.recompute import checkpoint_blocks
 SGD = partial(torch.optim.SGD, lr=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-
-
-@contextlib.contextmanager
-def one_rank():
-    """A real group of one rank over gloo: DDP's reducer is C++ and needs one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        gc.collect()  # DDP's reducer, before its group
-        dist.destroy_process_group()
 
 
 class Chain(nn.Sequential):
@@ -99,17 +86,20 @@ def update(engine) -> None:
 def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, optimizer_cls=SGD, **options):
     """The registry's engine over `model_of()`, as one of `ranks`, of which there is no other.
 
-    DDP is in a real group of one. `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the
+    `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the
     engine's own, also those that no command has.
     """
-    with one_rank() if name == "ddp" else fake_ranks(ranks, rank):
+    with fake_ranks(ranks, rank):
         model = model_of()
         if units:
             options["units"] = units(model)
         if replicas > 1:
             shape, names = (replicas, ranks // replicas), ("replicas", "shards")
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        yield ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
+        engine = ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
+        if name == "ddp":
+            engine.model.register_comm_hook(None, all_reduce_bucket)
+        yield engine
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from harness.engine import accelerator
@@ -20,10 +19,9 @@ from harness.properties.property import library
 from harness.run import engine_file, process_group, ranks
 from harness.run import options as common
 from harness.run.command_line import Parser, one_line
-from harness.teach.check.steps import Check, checks_of, parted
-from harness.teach.exercise import EXERCISES, FOLDER, ROOT, edited, lines_of_blanks
+from harness.teach.check.steps import parted
+from harness.teach.exercise import EXERCISES, FOLDER, ROOT, Check, edited, lines_of_blanks
 
-SECONDS = 60  # for one training of a step; each takes about one
 SIGNS = {"passed": "passed", "open": "to write", "failed": "FAILED", "error": "FAILED", "hang": "HANGS", "died": "DIED"}
 # What makes one rank fail is what others wait for, or have lost.
 WORST = ("error", "failed", "open", "died", "hang", "passed")
@@ -73,16 +71,14 @@ def words_of(check: Check, verdict: dict, shown: str, source: list[str]) -> str:
 
 
 def next_hints(check: Check, text: str, many: int) -> str:
-    """The next `many` hints of the blank that `check` looks at, beyond those that stand in the file's `text`."""
-    hints = check.blank.hints if check.blank else ()
+    """The next `many` hints of a `check`, beyond those that stand in the file's `text`."""
     words = " ".join(text.replace("#", " ").split())  # however its lines are broken
-    hints = [hint for hint in hints if " ".join(hint.replace("#", " ").split()) not in words]
+    hints = [hint for hint in check.hints if " ".join(hint.replace("#", " ").split()) not in words]
     lines = [f"hint      {hint}" for hint in hints[:many]]
     if hints[many:]:
         lines.append(f"          (one more: {' '.join(['--hint'] * (many + 1))})")
     if not hints:
-        none = "there is no other" if check.blank else "a task has none" if check.target else "all blanks are written"
-        lines = [f"hint      {none}; read {check.read}"]
+        lines = [f"hint      {check.no_hint}; read {check.read}"]
     return tables.wrapped("\n".join(lines))
 
 
@@ -98,7 +94,7 @@ class Report:
         """All blanks were tried, and the whole file if all have passed; or it is the file that cannot be loaded."""
         left = len(self.checks) - len(self.verdicts)
         loading = any(verdict.get("loading") for verdict in self.verdicts)
-        whole_left = left == 1 and not self.checks[-1].target
+        whole_left = left == 1 and self.checks[0].where
         return not left or loading or (whole_left and self.passed < len(self.verdicts))
 
     @property
@@ -141,21 +137,6 @@ def _shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def examined(file: Path, options: argparse.Namespace) -> Report:
-    """The report on one file. Raises ValueError where the ranks do not start."""
-    text, checks = file.read_text(errors="replace"), checks_of(options.name)
-    report = Report(checks, _shown(file), text)
-    if edited(text):
-        on_ranks(report, file, options)
-    else:  # nothing is written: no rank is needed to tell
-        lines = lines_of_blanks(text)
-        for check in checks:
-            if not report.over:
-                line = lines.get(check.title, max(lines.values()))  # a task has one blank
-                report.add([{"status": "open", "task": check.title, "line": line}])
-    return report
-
-
 def tell_rest(report: Report, name: str, hints: int) -> None:
     """Print how many have passed, and so many `hints` for the first that has not."""
     said = f"{report.passed} of {len(report.checks)} passed"
@@ -184,9 +165,16 @@ def conformed(file: Path, ranks: int) -> dict:
 
 def judged(file: Path, options: argparse.Namespace) -> dict:
     """What --json has of a file, which is printed as it is found. Raises ValueError where the ranks do not start."""
-    if not checks_of(options.name):
+    checks = EXERCISES[options.name].checks
+    if not checks:
         return conformed(file, options.ranks)
-    report = examined(file, options)
+    text = file.read_text(errors="replace")
+    report, lines = Report(checks, _shown(file), text), lines_of_blanks(text)
+    while not (edited(text) or report.over):  # nothing is written: no rank is needed to tell
+        title = checks[len(report.verdicts)].title
+        line = lines.get(title, max(lines.values()))  # a task has one blank
+        report.add([{"status": "open", "task": title, "line": line}])
+    on_ranks(report, file, options)
     tell_rest(report, options.name, options.hint)
     return report.as_json(options.name)
 
@@ -198,7 +186,7 @@ def column_of(check: Check) -> str:
 
 def table_of(options: argparse.Namespace) -> list[dict]:
     """Examine all files of a folder, and print a table of their points. Returns what --json has."""
-    checks, found = checks_of(options.name), []
+    checks, found = EXERCISES[options.name].checks, []
     rows = [["file", "points", *map(column_of, checks)]]
     for file in sorted(options.folder.resolve().glob("*.py")):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -221,17 +209,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("check NAME [N]", description=__doc__, formatter_class=form)
     parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
     parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default: 3, or one per GPU)")
-    hint = "the next hint for the step that is not passed; twice: the next two"
-    parser.add_argument("--hint", action="count", default=0, help=hint)
-    parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
+    common.add(parser, "hint", "file")
     parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
-    time = {"type": partial(common.number, float, 1), "default": SECONDS}
-    parser.add_argument("--seconds", help=f"for one training of a step (default {SECONDS})", **time)
-    common.add(parser, "seed", "json", "backend", "device")
+    common.add(parser, "seconds", "seed", "json", "backend", "device")
     options = parser.parse_args(argv)
     name, gpus = options.name, accelerator.count()
     least = EXERCISES[name].ranks
-    if options.ranks is None and not checks_of(name):
+    if options.ranks is None and not EXERCISES[name].checks:
         options.ranks = 2  # most properties have cases on two
     if options.ranks is None:  # with two, too much is alike on both
         options.ranks = max(least, gpus if gpus > 1 and options.device != "cpu" else 3)
@@ -242,7 +226,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.beside("--folder", "--seconds", "--seed", "--json", "--backend", "--device")
     if options.folder and not any(options.folder.glob("*.py")):
         raise ValueError(f"--folder {options.folder}: there is no Python file in it")
-    options.file = (options.file or FOLDER / f"{name}.py").resolve()
+    options.file = Path(options.file or FOLDER / f"{name}.py").resolve()
     if not options.folder and not options.file.is_file():
         how = "" if "--file" in parser.given else f": ./launch.sh exercise {name} writes it"
         raise ValueError(f"there is no {_shown(options.file)}{how}")
@@ -259,9 +243,6 @@ def main(argv: list[str] | None = None) -> None:
         where = "CPU" if options.runs_on == "cpu" else "GPU"
         what = options.folder or _shown(options.file)
         print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes {EXERCISES[options.name].takes}")
-        if options.folder:
-            common.write_json(options.json, table_of(options))
-            sys.exit(0)
-        found = judged(options.file, options)
+        found = table_of(options) if options.folder else judged(options.file, options)
         common.write_json(options.json, found)
-    sys.exit(0 if found["points"] == found["of"] else 1)
+    sys.exit(int(not options.folder and found["points"] < found["of"]))

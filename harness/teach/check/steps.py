@@ -9,7 +9,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -23,34 +22,9 @@ from harness.teach.check.difference import Comparison, Run
 from harness.teach.check.module import Broken, Missing, chapter, load
 from harness.teach.check.recorder import Recorder
 from harness.teach.check.tasks import judge
-from harness.teach.exercise import EXERCISES, ROOT, Blank, Target
+from harness.teach.exercise import EXERCISES, ROOT, Check
 
 ERRORS = written.beside(__file__, "errors")["error"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report: what is tried is one `blank`, or the whole file, or a `target` of a task."""
-
-    title: str
-    blank: Blank | None = None
-    target: Target | None = None
-
-    @property
-    def where(self) -> str | None:
-        return self.blank.where if self.blank else None
-
-    @property
-    def read(self) -> str:
-        return self.blank.read if self.blank else "what stands at the top of the file, and its class's docstring"
-
-
-def checks_of(name: str) -> list[Check]:
-    """The checks of an exercise: its blanks, each by itself, and then the whole file; or a task's targets."""
-    if not EXERCISES[name].blanks:
-        return [Check(target.title, target=target) for target in EXERCISES[name].targets]
-    blanks = [Check(blank.task, blank) for blank in EXERCISES[name].blanks]
-    return [*blanks, Check("All steps: training steps, what they send and what they hold")]
 
 
 class Examination:
@@ -71,12 +45,12 @@ class Examination:
         """This rank's verdict: of the first case in which any rank finds something. A target has one case."""
         verdict, theirs = {"status": "passed"}, None
         found = cases.cases_of(self.name, check.where, self.seed)
-        for number, case in enumerate(found[:1] if check.target else found):
+        for number, case in enumerate(found[:1] if self.exercise.targets else found):
             if (crash := Path(self.folder, f"crash.{self.rank}")).exists():  # else nobody starts new ranks
                 faulthandler.dump_traceback_later(self.seconds, exit=True, file=open(crash, "w"))  # noqa: SIM115
             try:
                 if theirs is None:
-                    theirs = load(self.name, self.recorder.file, check.blank)
+                    theirs = load(self.name, self.recorder.file, check)
                 self.try_case(theirs, check, case)
             except BaseException as error:
                 loading = theirs is None and not isinstance(error, Missing)
@@ -90,8 +64,8 @@ class Examination:
     def try_case(self, theirs: ModuleType, check: Check, case: cases.Case) -> None:
         """Raises what the student's module does otherwise than the chapter in this case, or than a target."""
         exercise, engine = self.exercise, self.exercise.engine
-        if check.target:
-            return judge(exercise, check.target, getattr(theirs, engine), self.recorder, self.seed)
+        if exercise.targets:
+            return judge(exercise, check, getattr(theirs, engine), self.recorder, self.seed)
         whole = f"{engine}.training_step"
         if case not in self.right:
             right = Run(case, [whole, *(blank.where for blank in exercise.blanks)])
@@ -111,7 +85,7 @@ def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: 
     examination = Examination(name, file, folder, seconds, seed)
     with examination.recorder.recording():
         for number in numbers:
-            verdict = examination.try_check(checks_of(name)[number], number)
+            verdict = examination.try_check(EXERCISES[name].checks[number], number)
             if parted(examination.tell(number, verdict)):
                 cases.groups_of.cache_clear()  # a collective that was waited for in vain has broken them
                 return
@@ -157,7 +131,7 @@ def main() -> None:
     name, file, seconds, backend, device, seed, first, folder = sys.argv[1:]
     ranks.begin(folder)
     process_group.start(backend, device)
-    numbers = range(int(first), len(checks_of(name)))
+    numbers = range(int(first), len(EXERCISES[name].checks))
     examine(name, file, folder, numbers, float(seconds), int(seed))
 
 

@@ -4,7 +4,7 @@ tasks: what is asked and how it is checked; threads: ranks as threads of this pr
 """
 
 from harness.teach import written
-from harness.teach.practice.tasks import TASKS, NotYet
+from harness.teach.practice.tasks import TASKS
 
 WORDS = written.beside(__file__, "tasks")  # {task: {"hints", "onward"}}
 TRIED: set[str] = set()  # the tasks for which somebody has written something, right or wrong
@@ -18,7 +18,7 @@ def check(name: str, solution) -> bool:
     """
     try:
         answer = TASKS[name](solution)
-    except NotYet as blank:
+    except NotImplementedError as blank:
         print(f"not yet: {blank}. A hint: practice.hint({name!r})")
         return False
     except Exception as mistake:  # the reader's own, or what the task found
