@@ -5,9 +5,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from harness.engine import gradients, optimizer, state
+from harness.engine.bucket import EngineReduction
 from harness.engine.hooks import not_compiled
 from harness.engine.options.placement import Placement
 from harness.engine.safety import guard, refusals
@@ -148,12 +150,12 @@ class Engine:
         """What it is, over which ranks, and what this one holds at the moment."""
         if "model" not in vars(self):
             return f"a closed {type(self).__name__}"
-        parameters, gradients, numel = [], [], 0
+        parameters, gradients = [], []
         for bucket in self.all_buckets:
             parameters += [bucket.flat, bucket.shard]
             gradients += [bucket.gradient, *(piece.grad for piece in bucket.pieces), *bucket.kept.values()]
-            numel += sum(shape.numel() for shape in bucket.shapes)
         state = tree_leaves([*self.optimizer.state.values()])
+        numel = sum(param.numel() for param in self.parameters())
         held = {"parameters": parameters, "gradients": gradients, "optimizer": state}
         words = ", ".join(f"{part} {_megabytes(tensors):.2f} MB" for part, tensors in held.items())
         of = f"{type(self).__name__} of a {type(self.model).__name__} with {numel:,} parameters"
@@ -163,7 +165,7 @@ class Engine:
     def no_sync(self):
         """`with engine.no_sync():` around all but the last of several backwards before a step.
 
-        Gradients then add up on this rank, whole, and nothing is sent.
+        Gradients then add up on this rank, whole, and nothing is sent. (ZeRO-1 sends nothing before `step()` anyway.)
         """
         before, self.sync = self.sync, False
         try:
@@ -194,3 +196,17 @@ class Engine:
     parameters, named_parameters = _of_the_model("parameters"), _of_the_model("named_parameters")
     buffers, named_buffers = _of_the_model("buffers"), _of_the_model("named_buffers")
     modules, named_modules = _of_the_model("modules"), _of_the_model("named_modules")
+
+
+class SendingEngine(Engine):
+    """What ZeRO-2 and ZeRO-3 have in common: gradients are sent while backward goes on."""
+
+    def send(self, bucket) -> None:
+        with record_function("step 3 reduce gradients"):
+            self.receive()
+            self.in_flight = EngineReduction(bucket)
+
+    def reduce_gradients(self) -> None:
+        """Normally nothing is left: at the end of backward `end_backward` has received what was sent last."""
+        self.receive()
+        self.require_all()

@@ -6,6 +6,7 @@ from torch.profiler import record_function
 
 import zero1
 import zero2
+from harness.engine.hooks import GradientHook
 from harness.engine.options import precision
 from harness.engine.options.tensor_parallel import local
 from harness.engine.safety import guard
@@ -29,6 +30,7 @@ class EngineBucket(zero1.Bucket):
         self.label = f"the bucket of {name_some(self.names)}" if unit is None else f"unit {unit!r}"  # in messages
         self.used = set()  # numbers of the parameters that got a gradient since `zero_grad()`
         self.kept = {}  # {number: its whole gradient} of earlier backwards, under `no_sync`
+        self.handles = []  # of the hooks on its parameters
         super().__init__([(name, local(param)) for name, param in named_params], placement.group)
         self.params = params  # under tensor parallelism `local` of each is what lies in `flat`
         # (shape, strides, beginning) of each parameter's place: a view of a whole buffer in one operation.
@@ -79,6 +81,12 @@ class EngineBucket(zero1.Bucket):
         return NamedWork(work, "all-gather", self)
 
     # Gradients, from autograd to the pieces.
+
+    def watch(self, on_gradient) -> None:
+        """As in the chapter, by hooks that hold nobody alive."""
+        for index, param in enumerate(self.params):
+            hook = GradientHook(on_gradient, self, index)
+            self.handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def came(self, index: int) -> None:
         """A gradient is finished. Raises RuntimeError for what would be reduced wrongly: a second, a sparse one, none.
@@ -200,6 +208,10 @@ class EngineUnit:
     def missing(self) -> bool:
         """Whether a gradient has still to come in this backward."""
         return any([bucket.missing for bucket in self.trained_buckets])
+
+    def watch(self, on_gradient) -> None:
+        for bucket in self.trained_buckets:
+            bucket.watch(on_gradient)
 
     def start_gather(self) -> None:
         """Step 5, first half. Nobody may use the unit before `wait`."""

@@ -1,4 +1,4 @@
-"""Hooks that hold nobody alive and that a copy of the model does not inherit, and two questions to autograd."""
+"""Hooks that hold nobody alive and that a copy of the model does not inherit, and the end of a backward."""
 
 import dataclasses
 import weakref
@@ -71,16 +71,15 @@ def no_hook():
     return nothing
 
 
-def backward_now() -> int | None:
-    """Autograd's number of the backward that runs on this thread; None outside."""
-    number = torch._C._current_graph_task_id()
-    return None if number == -1 else number
+def in_backward() -> bool:
+    """Whether a backward runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def when_backward_ends(callback) -> int:
     """Have autograd call `callback()` when the backward that is running is over; returns that backward's number."""
     Variable._execution_engine.queue_callback(callback)
-    return backward_now()
+    return torch._C._current_graph_task_id()
 
 
 def tensors_in(value) -> list[torch.Tensor]:

@@ -1,7 +1,5 @@
 """ZeRO-1 and ZeRO-2 with what real training adds. The steps are the chapters', inherited."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -9,9 +7,9 @@ from torch.profiler import record_function
 import zero1
 import zero2
 from harness.engine import state
-from harness.engine.base import Engine
-from harness.engine.bucket import EngineBucket, EngineReduction
-from harness.engine.hooks import GradientHook, WeakHook, not_compiled, when_backward_ends
+from harness.engine.base import Engine, SendingEngine
+from harness.engine.bucket import EngineBucket
+from harness.engine.hooks import WeakHook, not_compiled, when_backward_ends
 from harness.engine.options import precision
 from harness.engine.safety import guard
 from harness.engine.safety.unchanged import Look
@@ -36,15 +34,11 @@ class BucketEngine(Engine):
         return [bucket for bucket in self.all_buckets if bucket.trained]
 
     def watch_gradients(self) -> None:
-        """As in the chapter, by hooks that hold nobody alive."""
         for bucket in self.all_buckets:
             guard.adopt(bucket, self)
         self.look = Look(self)
         self.handles = [self.look.handle, *precision.cast_inputs(self)]
-        for bucket in self.buckets:
-            for index, param in enumerate(bucket.params):
-                hook = GradientHook(self.on_gradient, bucket, index)
-                self.handles.append(param.register_post_accumulate_grad_hook(hook))
+        super().watch_gradients()
 
     def shards_changed(self) -> None:
         """Somebody has written into the shards: all ranks gather what is new."""
@@ -98,12 +92,8 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         for bucket in self.buckets:
             bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
 
-    def no_sync(self):
-        """ZeRO-1 sends nothing before `step()` anyway."""
-        return contextlib.nullcontext()
 
-
-class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
+class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):
     """ZeRO-2 for real training. Options beside the chapter's: `Engine.prepare`.
 
     A bucket that lacks gradients is final when backward ends, if an earlier backward of this step has brought them
@@ -138,15 +128,6 @@ class ZeRO2Engine(BucketEngine, zero2.ZeRO2):
                 self.gradients_are_reduced = self.gradients_are_reduced and not self.sync
         if self.sync:
             self.send_complete()
-
-    def send(self, bucket) -> None:
-        with record_function("step 3 reduce gradients"):
-            self.receive()
-            self.in_flight = EngineReduction(bucket)
-
-    def reduce_gradients(self) -> None:
-        self.receive()
-        self.require_all()
 
     @not_compiled
     def zero_grad(self) -> None:

@@ -176,8 +176,9 @@ def close(engine) -> None:
     """
     on_all(engine.refuse_lost, engine.placement.everyone, "all ranks to call close()")
     engine.zero_grad()
-    for handle in engine.handles:
-        handle.remove()
+    for owner in (engine, *engine.all_buckets):
+        for handle in owner.handles:
+            handle.remove()
     restore(engine)
     vars(engine).clear()
 

@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_map
 
 import zero3
 from harness.engine import state
-from harness.engine.base import Engine
-from harness.engine.bucket import EngineReduction, EngineUnit
-from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled, tensors_in, when_backward_ends
+from harness.engine.base import SendingEngine
+from harness.engine.bucket import EngineUnit
+from harness.engine.hooks import WeakHook, in_backward, not_compiled, tensors_in, when_backward_ends
 from harness.engine.options import meta, precision
-from harness.engine.options.tensor_parallel import local
 from harness.engine.safety import guard
-from harness.engine.safety.unchanged import Look, moved_message
+from harness.engine.safety.unchanged import Look, address_of, moved_message
 from harness.engine.safety.waiting import Sequence
 from harness.engine.units import default_units, parameters_by_unit
 
@@ -36,7 +35,7 @@ class Visit:
         self.pending = 0  # how many of its inputs' gradients this backward has still to finish
 
 
-class UnitLife(Engine, zero3.ZeRO3):
+class UnitLife(SendingEngine, zero3.ZeRO3):
     """When a unit is gathered, freed and sent.
 
     In backward a unit is gathered at whichever comes first: a gradient arrives at one of its outputs, or autograd asks
@@ -122,13 +121,6 @@ class UnitLife(Engine, zero3.ZeRO3):
     def stay_last(self, module: nn.Module) -> None:
         module._forward_hooks.move_to_end(self.last_hook[module])  # others may have been registered since
 
-    def watch_gradients(self) -> None:
-        for unit in self.all_units:
-            for bucket in unit.trained_buckets:
-                for index, param in enumerate(bucket.params):
-                    hook = GradientHook(self.on_gradient, bucket, index)
-                    self.handles.append(param.register_post_accumulate_grad_hook(hook))
-
     # Forward.
 
     def __call__(self, *args, **kwargs):
@@ -150,7 +142,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.depth, self.running = 0, None
 
     def before_model(self, module, args, kwargs) -> None:
-        if backward_now() is not None:  # activation checkpointing around the model runs it again inside backward
+        if in_backward():  # activation checkpointing around the model runs it again inside backward
             refuse_reentrant(self.backward_number is None)  # its forward left no trace in autograd's graph
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -180,7 +172,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         self.gather(self.root, self.known_order[: self.prefetch])
 
     def before_forward(self, unit, module, args, kwargs) -> None:
-        if backward_now() is not None:
+        if in_backward():
             # Activation checkpointing runs the unit again inside backward. No telling which one is next.
             self.notice_backward()
             self.gather(unit)
@@ -201,7 +193,7 @@ class UnitLife(Engine, zero3.ZeRO3):
 
     def after_forward(self, unit, module, args, output):
         refuse_moved(unit)
-        if backward_now() is not None:
+        if in_backward():
             return  # run again for backward, which needs its weights
         visit = self.latest.get(unit)
         output = self.without_weights(output)
@@ -215,7 +207,7 @@ class UnitLife(Engine, zero3.ZeRO3):
         unit.free()
 
     def after_model(self, module, args, output):
-        if backward_now() is not None:
+        if in_backward():
             return
         self.depth -= 1
         if self.in_forward:
@@ -359,7 +351,7 @@ class UnitLife(Engine, zero3.ZeRO3):
     def come(self, visit: Visit) -> None:
         """Backward has come to `visit`, or needs its weights once more."""
         unit = visit.unit
-        if backward_now() is None:  # somebody looks at what autograd saved
+        if not in_backward():  # somebody looks at what autograd saved
             if not unit.gathered:
                 raise RuntimeError(guard.message(unit.params[0], "what autograd saved of its unit"))
             return
@@ -444,21 +436,7 @@ class UnitLife(Engine, zero3.ZeRO3):
                 found.append(unit)
         return found
 
-    # The moves and the steps.
-
-    def send(self, bucket) -> None:
-        with record_function("step 3 reduce gradients"):
-            self.receive()
-            self.in_flight = EngineReduction(bucket)
-
-    def reduce_gradients(self) -> None:
-        """Normally nothing is left: at the end of backward `end_backward` has received what was sent last."""
-        self.receive()
-        self.require_all()
-
-    def free_all(self) -> None:
-        for unit in self.all_units:
-            unit.free()
+    # The steps.
 
     def shards_changed(self) -> None:
         self.free_all()  # what is gathered has the old values
@@ -507,7 +485,7 @@ class ZeRO3Engine(UnitLife):
 
     def touched(self, unit, param) -> bool:
         """A weight is used while its unit is freed. True if the model does it: then the unit is gathered now."""
-        if backward_now() is not None and self.backward_number is not None:  # a part of a unit runs again
+        if in_backward() and self.backward_number is not None:  # a part of a unit runs again
             self.notice_backward()
             self.gather_meanwhile(unit)
             return True
@@ -540,13 +518,13 @@ class ZeRO3Engine(UnitLife):
             unit.free()
 
     def before_model(self, module, args, kwargs) -> None:
-        if backward_now() is None:
+        if not in_backward():
             self.lent = set()
         super().before_model(module, args, kwargs)
 
     def after_model(self, module, args, output):
         output = super().after_model(module, args, output)
-        if backward_now() is None and self.reshard_after_forward:
+        if not in_backward() and self.reshard_after_forward:
             for unit in self.lent:
                 unit.free()
         return output
@@ -595,9 +573,9 @@ class ZeRO3Engine(UnitLife):
             bucket.missing = set(range(len(bucket.params)))
 
     def come(self, visit: Visit) -> None:
-        if backward_now() is not None:
+        if in_backward():
             self.keep_for_a_graph(visit.unit)
-        if self.find_unused and backward_now() is not None and visit in self.asked and visit.unit is not self.root:
+        if self.find_unused and in_backward() and visit in self.asked and visit.unit is not self.root:
             self.finish_work(visit.unit)
             self.at_work = visit.unit
             if visit.unit not in self.waiting:  # sent already, and backward comes to it once more
@@ -620,7 +598,7 @@ def storage_number(tensor: torch.Tensor) -> int | None:
     """The same for all views of one storage; None for a sparse tensor, which has none."""
     if tensor.layout is not torch.strided:
         return None
-    return local(tensor).untyped_storage()._cdata
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
 
 
 def frame_of_module():
@@ -662,7 +640,7 @@ def refuse_moved(unit) -> None:
             continue
         first, step = bucket.flat.data_ptr(), bucket.flat.element_size()
         for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
-            if local(param).data_ptr() != first + step * offset and param.numel():
+            if address_of(param) != first + step * offset and param.numel():
                 moved.append(name)
     if moved:
         raise RuntimeError(moved_message(moved))

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from harness.engine.hooks import GradientHook, WeakHook, backward_now, not_compiled
+from harness.engine.hooks import GradientHook, WeakHook, in_backward, not_compiled
 from harness.engine.options import pipelines
-from harness.engine.options.tensor_parallel import local
 from harness.engine.safety.guard import LOST, living
 from harness.engine.safety.waiting import name_some
 
@@ -28,7 +27,7 @@ class Look:
             for name, param in zip(bucket.names, bucket.params):
                 # ZeRO-3's have no place of their own, and a dry run's no place at all.
                 whole = bucket.unit is None and not isinstance(param, FakeTensor)
-                about[id(param)] = name, _address(param) if whole else None
+                about[id(param)] = name, address_of(param) if whole else None
         self._known = []  # (where a module has it, its key there, the parameter, requires_grad, name, address)
         for module in engine.model.modules():
             for key, param in module._parameters.items():
@@ -55,7 +54,7 @@ class Look:
         """Raise RuntimeError, once, for parameters that are not in the engine's buffer any more."""
         moved = []
         for _, _, param, _, name, address in self._known:
-            if address not in (None, _address(param)) and name not in self._told:
+            if address not in (None, address_of(param)) and name not in self._told:
                 moved.append(name)
         self._told.update(moved)
         if moved:
@@ -72,7 +71,7 @@ class Look:
         return {"came": came, "replaced": gone}
 
     def compare(self, model: nn.Module, args) -> None:
-        if backward_now() is not None:  # activation checkpointing runs it again
+        if in_backward():  # activation checkpointing runs it again
             return
         if "torch.distributed.pipelining.stage" in sys.modules:  # to import it takes a second, and few need it
             pipelines.heed()
@@ -88,7 +87,7 @@ class Look:
                 if param.requires_grad != requires_grad:
                     changed.setdefault("flags", []).append(name)
                 if address is not None:
-                    if _address(param) != address:
+                    if address_of(param) != address:
                         self._told.add(name)
                         changed.setdefault("moved", []).append(name)
                     elif param._version != param.zero_version:
@@ -131,8 +130,8 @@ _WRITTEN = (
 )
 
 
-def _address(param: torch.Tensor) -> int:
-    return local(param).data_ptr()
+def address_of(param: torch.Tensor) -> int:
+    return getattr(param, "_local_tensor", param).data_ptr()
 
 
 def moved_message(names: list[str]) -> str:

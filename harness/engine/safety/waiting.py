@@ -134,23 +134,23 @@ class Sequence:
     def begin(self, kind) -> None:
         """Another forward begins, of a `kind` of its own: with gradients or without, under `no_sync` or not."""
         if len(self._events) < len(self._known.get(self._kind, [])):
-            self._compare(("next forward", ""), len(self._events))  # the last time something came before it
+            self._compare("the next forward", len(self._events))  # the last time something came before it
         self._known[self._kind] = self._events
         self._kind, self._events = kind, []
 
     def next(self, collective: str, unit) -> None:
         """This rank comes to the `collective` of `unit`. Raises RuntimeError if others come to something else."""
-        known, event = self._known.get(self._kind, ()), (collective, unit.name)
+        known, event = self._known.get(self._kind, ()), f"the {collective} of unit {unit.name!r}"
         position = len(self._events)
         self._events.append(event)
         if position >= len(known) or known[position] != event:
             self._compare(event, position)
 
-    def _compare(self, event: tuple[str, str], position: int) -> None:
+    def _compare(self, event: str, position: int) -> None:
         if self._control is None:
             return
-        known, event = self._known.get(self._kind, ()), _told(event)
-        before = f" (the last time it was {_told(known[position])})" if position < len(known) else ""
+        known = self._known.get(self._kind, ())
+        before = f" (the last time it was {known[position]})" if position < len(known) else ""
         everyone = [None] * dist.get_world_size(self._control)
         with waiting_for(f"the others to come to {event}{before}"):
             dist.all_gather_object(everyone, event, group=self._control)
@@ -161,8 +161,3 @@ class Sequence:
             f"the ranks come to different collectives ({where}): every rank must run the same units in the same order. "
             "Let no branch depend on a rank's own data, or run the unit and multiply its output by 0"
         )
-
-
-def _told(event: tuple[str, str]) -> str:
-    collective, unit = event
-    return f"the {collective} of unit {unit!r}" if unit else f"the {collective}"
