@@ -1,20 +1,19 @@
 """The figures: drawn from the committed measurements, with units on their axes, and shown in the docs."""
 
 import re
-import tomllib
 from collections import Counter
-from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from tables import TABLES
 
 from harness.measure import figures, style
 from harness.measure.memory_parts import PARTS
 from harness.run.ranks import ROOT
 
 # What has no name on an axis: categories (engines, lanes, options), or it shares another's.
-NAMED_AXES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())["named_axes"]
+NAMED_AXES = TABLES["named_axes"]
 
 
 @pytest.fixture(autouse=True)

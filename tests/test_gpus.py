@@ -1,14 +1,10 @@
 """The peak rates of GPUs, and the rates that follow from them."""
 
-import tomllib
-from pathlib import Path
-
 import pytest
+from tables import TABLES
 
 from harness.measure import gpus
 from harness.run.model import preset
-
-TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 
 
 @pytest.mark.parametrize("name, rates", TABLES["peak_rates"].items())

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tables import TABLES
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -428,25 +429,12 @@ def test_the_timeline_of_an_unsharded_engine():
 
 def test_the_trace_is_what_chrome_reads():
     """What overlaps has a thread of its own, times are microseconds. (The counters: tests/test_launch.py.)"""
-    gather, reduce = ("collectives", "all-gather"), ("collectives", "reduce-scatter")
-    spans = [
-        Span("steps", "1 forward", 0.0, 0.5),
-        Span(*gather, 0.05, 0.15, "5 gather parameters", 4000, unit="blocks.3"),
-        Span(*gather, 0.12, 0.2),  # while the other is under way
-        Span(*reduce, 0.15, 0.2),
-        Span(*gather, 0.2, 0.3),
-    ]
+    spans = [Span(**span) for span in TABLES["trace"]["spans"]]
     trace = chrome_trace([spans, spans[:1]], title="a title")
     assert trace["otherData"] == {"title": "a title"}
     names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in names}
     shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]) for event in shown] == [
-        (0, "steps", 0, 500_000),
-        (0, "all-gather", 50_000, 100_000),
-        (0, "all-gather 2", 120_000, 80_000),
-        (0, "reduce-scatter", 150_000, 50_000),
-        (0, "all-gather", 200_000, 100_000),
-        (1, "steps", 0, 500_000),
-    ]
+    found = [[event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]] for event in shown]
+    assert found == TABLES["trace"]["shown"]
     assert shown[1]["args"] == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}

@@ -10,16 +10,15 @@ import re
 import signal
 import subprocess
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import forked
 import pytest
 import torch
 import torch.distributed as dist
+from tables import TABLES
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 from typed_commands import starts
@@ -34,7 +33,6 @@ from harness.run.model import GPT, preset
 from harness.run.process_group import Rank
 from harness.run.ranks import ROOT
 
-TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 START = str(ROOT / "harness" / "run" / "start.py")
 
 

@@ -1,15 +1,11 @@
 """How many ranks, over which backend, and on which device; and no process group at all."""
 
-import tomllib
-from pathlib import Path
-
 import pytest
 import torch
+from tables import TABLES
 
 from harness.properties import fixtures
 from harness.run import process_group
-
-TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 
 
 @pytest.mark.parametrize("stage", fixtures.STAGES.values(), ids=fixtures.STAGES)

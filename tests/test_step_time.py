@@ -2,15 +2,14 @@
 
 import itertools
 import time
-import tomllib
 import types
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tables import TABLES
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,22 +18,11 @@ from harness.measure import step_report, step_time, timeline
 from harness.measure.timeline import Span, Wait
 from harness.run.model import GPTConfig
 
-TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
-
 # On the ranks.
 
 
 DELAY = 0.12  # seconds
-KINDS = {
-    "ddp": {"all-reduce"},
-    "zero1": {"all-reduce", "all-gather"},
-    "zero_redundancy_optimizer": {"all-reduce", "broadcast"},
-    "zero2": {"reduce-scatter", "all-gather"},
-    "fsdp2_no_reshard": {"reduce-scatter", "all-gather"},
-    "zero3": {"reduce-scatter", "all-gather"},
-    "fsdp2": {"reduce-scatter", "all-gather"},
-    "fsdp1": {"reduce-scatter", "all-gather"},
-}
+KINDS = TABLES["kinds"]
 
 
 def built(name: str):
@@ -135,59 +123,23 @@ def out_of_memory() -> list[str]:
 # What they find.
 
 
-def collective(kind: str, start: float, moves: float, end: float, told: bool = True) -> Span:
-    return Span("collectives", kind, start, end, ranks=(0, 1), told=told, moves=moves)
-
-
-def test_a_step_by_hand():
-    """Blocked from 2 to 5: until 4 because the other rank is late, until 4.75 because of bytes, then it wakes up."""
-    gradients, weights = collective("all-reduce", 1.0, 4.0, 4.75), collective("all-gather", 5.5, 6.0, 7.5, told=False)
-    found = step_time.divide(
-        0.0, 10.0,
-        operations=[(0.0, 2.0), (5.0, 7.0), (8.0, 9.0)],
-        updates=[(7.75, 9.25)],
-        waits=[Wait(2.0, 5.0, gradients)],
-        collectives=[gradients, weights],
-    )  # fmt: skip
-    assert found == {
-        "step": 10.0, "compute": 4.0, "optimizer": 1.0, "host": 2.25, "waiting": 2.0,
-        "exposed": {"all-reduce": 0.75}, "overlapped": {"all-gather": 1.5}, "told_late": ["all-gather"],
-    }  # fmt: skip
-    assert step_time.own_work(found) == 7.25
-    # The same moments of the rank that is late: it issues last, at 4, and waits for nobody.
-    last = collective("all-reduce", 4.0, 4.0, 4.75)
-    late = step_time.divide(0.0, 10.0, [(0.0, 4.0)], [], [Wait(4.0, 4.75, last)], [last])
-    assert late["waiting"] == 0 and late["exposed"] == {"all-reduce": 0.75} and step_time.own_work(late) == 9.25
-
-
-def test_what_begins_or_ends_in_another_step_counts_there():
-    moving = collective("reduce-scatter", 1.0, 2.0, 6.0)
-    parts = [
-        step_time.divide(begin, begin + 4.0, [(0.0, 3.0)], [], [Wait(3.0, 6.0, moving)], [moving])
-        for begin in (0.0, 4.0)
-    ]
-    assert [part["exposed"] for part in parts] == [{"reduce-scatter": 1.0}, {"reduce-scatter": 2.0}]
-    assert [part["overlapped"] for part in parts] == [{"reduce-scatter": 1.0}, {}]
-    assert [part["compute"] for part in parts] == [3.0, 0.0]
-
-
-def test_two_collectives_at_a_time_count_once():
-    """While the rank waits for the first, the second moves too, and beside computation the first one counts."""
-    first, second = collective("all-gather", 0.0, 0.0, 5.0), collective("reduce-scatter", 1.0, 1.0, 7.0)
-    found = step_time.divide(0.0, 8.0, [(0.0, 4.0), (5.0, 8.0)], [], [Wait(4.0, 5.0, first)], [first, second])
-    assert found["exposed"] == {"all-gather": 1.0}
-    assert found["overlapped"] == {"all-gather": 4.0, "reduce-scatter": 2.0}
+@pytest.mark.parametrize("by_hand", TABLES["divided"].values(), ids=TABLES["divided"])
+def test_a_step_by_hand(by_hand):
+    spans, late = [], by_hand["late"]
+    for kind, start, moves, end in by_hand["collectives"]:
+        spans.append(Span("collectives", kind, start, end, told=kind not in late, moves=moves))
+    waits = [Wait(start, end, spans[number]) for start, end, number in by_hand["waits"]]
+    found = step_time.divide(*by_hand["step"], by_hand["operations"], by_hand["updates"], waits, spans)
+    assert found == {**found, **by_hand["found"], "told_late": late}
+    assert step_time.own_work(found) == by_hand["own"]
 
 
 def test_the_last_rank_to_issue_is_looked_for_in_the_collectives_own_group():
-    pair, both, mine = (0, 1), (0, 1, 2), (0,)
-    issued = [
-        [(both, 1.0), (pair, 2.0), (mine, 3.0), (both, 4.0)],
-        [(both, 1.5), (pair, 9.0), (both, 3.5)],
-        [(both, 0.5), (both, 8.0)],
-    ]
-    assert step_time.last_issues(issued, 0) == [1.5, 9.0, 3.0, 8.0]
-    assert step_time.last_issues(issued, 2) == [1.5, 8.0]
+    issued = []
+    for own in TABLES["issued"]["ranks"]:
+        issued.append([(tuple(ranks), start) for ranks, start, _ in own])
+    for rank, own in enumerate(TABLES["issued"]["ranks"]):
+        assert step_time.last_issues(issued, rank) == [last for *_, last in own]
 
 
 def step(own: float, waiting: float) -> dict:
@@ -243,7 +195,7 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
         assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
             rank["step_ms"], abs=0.01
         )
-        assert set(rank["exposed_ms"]) == KINDS[engine], engine
+        assert [*rank["exposed_ms"]] == KINDS[engine], engine
     assert fast["step_ms"] > delay_ms, engine
     others = (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values()))
     right = (

@@ -5,7 +5,6 @@ from collections import defaultdict
 
 from harness.measure.style import BELOW, INK, LANES, PAPER, engine_look, headline, key, look, new
 
-
 LANE_OF = {"1": "forward", "2": "backward", "4": "update", "all-gather": "gather", "reduce-scatter": "reduce",
            "all-reduce": "reduce"}  # fmt: skip
 
