@@ -240,25 +240,15 @@ def test_answers_are_kept_and_stand_beside_what_was_found(capsys, monkeypatch):
     assert "word" not in nothing and score.startswith("2 of 3 predictions right")
 
 
-def test_what_a_told_step_does_is_counted():
-    said = """how to read: Step 1 gather x
-Step 2 backward                                                 1.10
-  3 reduce gradients: reduce-scatter            1.06     0.53    1.10  x 2
-  holds parameters 1.00 MB, gradients 0.50 MB, optimizer 1.00 MB
-Step 5 gather parameters                                        1.00
-  all-gather                                    1.06     0.53    1.00
-sent in this step: 10 elements = 1.500 Ψ x (N-1)/N, with N = 2; 0.10 MB in 2 collectives
-"""
-    assert notebook.events(said) == {(2, "reduce-scatter"): 2, (5, "all-gather"): 1} and notebook.sent(said) == 1.5
-    said = """Step 1 forward
-  gather root, blocks.0 | compute root         0.10     1.00  ####
-  gather blocks.1 | compute blocks.0           0.10     1.00  ####
-  free blocks.0, reduce blocks.1, root         0.10     1.00  ####
-  holds parameters 1.00 MB, gradients 0.50 MB
-"""
-    gathers = [(1, f"gather {unit}") for unit in ("root", "blocks.0", "blocks.1")]
-    others = [(1, f"compute {unit}") for unit in ("root", "blocks.0")] + [(1, "free blocks.0")]
-    assert notebook.events(said) == dict.fromkeys([*gathers, *others, (1, "reduce blocks.1"), (1, "reduce root")], 1)
+def test_what_a_traced_step_does_is_counted():
+    """A collective belongs to the numbered step around all others: a reduction inside backward to step 2."""
+    found = notebook.events(notebook.read(ROOT / "results" / "trace-zero3-cpu-2ranks.json"))
+    once = {(1, "all-gather", "root"), (2, "reduce-scatter", "root")}
+    for number in range(6):
+        unit = f"blocks.{number}"
+        once |= {(1, "all-gather", unit), (2, "all-gather", unit), (2, "reduce-scatter", unit)}
+    assert {event: times for event, times in found.items() if event[0]} == dict.fromkeys(once, 1)
+    assert notebook.sent("sent in this step: 10 elements = 1.500 Ψ x (N-1)/N, with N = 2") == 1.5
 
 
 def test_the_projects_own_way_is_shown_when_the_reader_has_tried(capsys):

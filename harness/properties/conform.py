@@ -21,7 +21,6 @@ import platform
 import re
 import sys
 import time
-import traceback
 from collections import Counter
 from functools import partial
 from importlib import metadata
@@ -30,7 +29,17 @@ from pathlib import Path
 import torch
 
 from harness.measure import tables
-from harness.properties.property import CHAPTERS, GROUPS, HERE, STAGES, NotApplicable, examine, library, subject
+from harness.properties.property import (
+    CHAPTERS,
+    GROUPS,
+    HERE,
+    STAGES,
+    NotApplicable,
+    examine,
+    library,
+    raised_at,
+    subject,
+)
 from harness.run import engine_file, engines, process_group, ranks
 from harness.run import options as common
 from harness.run.command_line import Parser, one_line
@@ -52,7 +61,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
     common.add(parser, "json")
-    parser.add_argument("--only", metavar="TEXT", help="properties whose name, group or sentence has this text")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="properties whose name, group or sentence has this text"
+    )
     options = parser.parse_args(argv)
     given, options.ranks = options.engines, 2
     if given and given[-1].isdecimal():
@@ -67,15 +78,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.names = [name for name in named if name in CHAPTERS]
     if others := [name for name in named if name not in CHAPTERS]:
         options.names += engines.chosen(",".join(others), "conform")
-    options.properties = [name for name, each in library().items() if wanted(each, options.only)]
+    properties = library().items()
+    options.properties = [name for name, each in properties if options.only.lower() in words_of(each)]
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
     process_group.check_writable("--json", options.json)
     return options
 
 
-def wanted(each, text: str | None) -> bool:
-    return text is None or any(text.lower() in said.lower() for said in (each.name, each.group, each.says))
+def words_of(each) -> str:
+    return "\n".join((each.name, each.group, each.says)).lower()
 
 
 # On a rank.
@@ -127,12 +139,13 @@ def _of_case(name: str, engine: str, case: dict) -> dict:
         if process_group.lost(said):
             return verdict("hang", said.splitlines()[0])
         # A RuntimeError comes out of torch's C++, which has no line. Others of a property's own line are no words.
-        last, file = traceback.extract_tb(error.__traceback__)[-1], file_of(engine)
-        ours = Path(last.filename).parent == HERE
+        where, line = raised_at(error)
+        ours = where.parent == HERE
         words = isinstance(error, IN_WORDS) and str(error) and (not ours or isinstance(error, RuntimeError))
-        if file:  # somebody must have written the error: of torch's operations it is an accident, too
-            own = Path(last.filename).resolve() == Path(file).resolve()
-            words = words and last.line.startswith("raise") and (own or not isinstance(error, ACCIDENTS))
+        # In a user's file somebody must have written the error: of torch's operations it is an accident, too.
+        if file := file_of(engine):
+            own = where.resolve() == Path(file).resolve()
+            words = words and line.startswith("raise") and (own or not isinstance(error, ACCIDENTS))
         return verdict("refused" if words else "crash", said)
     return verdict("wrong", f"{findings[0]}\n  asked     {in_names(case)}") if findings else verdict("right", "")
 

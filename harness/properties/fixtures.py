@@ -8,12 +8,14 @@ import io
 from collections.abc import Callable
 from functools import partial
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from harness.measure.held import storage_bytes
@@ -215,8 +217,8 @@ def started_by(rank: int, build=OddModel) -> nn.Module:
     """An `OddModel` as this rank alone starts it: what no seed makes differ is another one, too."""
     model = seeded(build, rank)
     with torch.no_grad():
+        model.frozen.add_(rank * model.shift)
         model.shift.add_(rank)
-        model.frozen.add_(rank)
     return model
 
 
@@ -263,11 +265,34 @@ def byte_batch(step: int, rank: int, device: str | None = None, rows: int = 2):
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def of_bytes(model, inputs, targets) -> torch.Tensor:
-    return next_token_loss(model(inputs), targets)
-
-
 # Optimizers.
+
+
+class Averaging(torch.optim.SGD):
+    """Schedule-free in its form: `eval()` puts the averages into the weights, `train()` puts back what is trained.
+
+    Its state has a dictionary, and one of numpy's numbers.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param in all_params(self):
+            own = self.state[param]
+            averages = own.setdefault("averages", {"mean": param.clone(), "times": 0})
+            averages["mean"].lerp_(param, 0.25)
+            averages["times"] += 1
+            own["seen"] = own.get("seen", numpy.int64(0)) + 1
+
+    @torch.no_grad()
+    def eval(self):
+        for param in all_params(self):
+            kept, mean = param.clone(), self.state[param]["averages"]["mean"]
+            param.copy_(mean)
+            mean.copy_(kept)
+
+    train = eval  # it changes them back
+
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05),
@@ -302,12 +327,23 @@ def odd(engine, optimizer=ADAMW, **options):
     return engine(seeded(OddModel), optimizer, **options)
 
 
-# What is asked of models, ranks and engines.
+# Losses.
 
 
 def in_float64(outputs, targets) -> torch.Tensor:
     """The loss of outputs that may be of low precision."""
     return F.cross_entropy(outputs.double(), targets)
+
+
+def of_outputs(loss: Callable) -> Callable:
+    """`loss(outputs, targets)` as a loss of (model, inputs, targets)."""
+    return lambda model, inputs, targets: loss(model(inputs), targets)
+
+
+of_output, of_vectors, of_bytes = map(of_outputs, (in_float64, F.mse_loss, next_token_loss))
+
+
+# What is asked of models, ranks and engines.
 
 
 def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -346,6 +382,23 @@ def all_params(optimizer) -> list[torch.Tensor]:
     for group in optimizer.param_groups:
         found += group["params"]
     return found
+
+
+def three_groups(model: nn.Module, named: bool = False, apart: str = "head") -> list[dict]:
+    """Weight decay for matrices only, another rate for one module: groups that cut across buckets and units.
+
+    `named`: of (name, parameter) pairs, as torch's optimizers take them, too.
+    """
+    matrices, others, own = [], [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            group = own if name.startswith(apart) else matrices if param.ndim >= 2 else others
+            group.append((name, param) if named else param)
+    return [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": iter(others), "weight_decay": 0.0},
+        {"params": own, "lr": 0.05},
+    ]
 
 
 def pieces_of(engine) -> list[torch.Tensor]:
@@ -391,17 +444,9 @@ def grid(replicas: int = 2, shards: int = 2):
 EXACT = 1e-12  # in float64, where another order of a sum makes some 1e-15
 
 
-def of_output(model, inputs, targets) -> torch.Tensor:
-    return in_float64(model(inputs), targets)
-
-
 def model_of(model) -> nn.Module:
     """The model, of an engine or as it is."""
     return getattr(model, "model", model)
-
-
-def of_vectors(model, inputs, targets) -> torch.Tensor:
-    return F.mse_loss(model(inputs), targets)
 
 
 def vectors(width: int) -> Callable:
@@ -414,12 +459,11 @@ VECTORS = {"loss": of_vectors, "batch": vectors(8)}  # of a `Pair` whose model t
 
 def _moved(batch: Callable, dtype: torch.dtype | None, device, step: int, rank: int) -> tuple[torch.Tensor, ...]:
     """The batch on the device (None: where it is), and what is no whole number in `dtype` (None: as it is)."""
-    found = []
-    for part in batch(step, rank):
-        if torch.is_tensor(part):
-            part = part.to(device=device, dtype=dtype if part.is_floating_point() else None)
-        found.append(part)
-    return tuple(found)
+
+    def moved(part):
+        return part.to(device=device, dtype=dtype if part.is_floating_point() else None)
+
+    return tree_map_only(torch.Tensor, moved, batch(step, rank))
 
 
 class Pair:
@@ -490,6 +534,10 @@ class Pair:
         """(model, optimizer) of both sides, for what a loop does to each alike: schedulers, modes, flags."""
         return (self.plain, self.optimizer), (self.model, self.trained.optimizer)
 
+    def own_batch(self, step: int) -> tuple:
+        """This rank's."""
+        return self.batch(step, self.rank)
+
     def backward(self, step: int, *, scale: float = 1.0, quiet=False) -> None:
         """Forward and backward of both. `quiet`: the engine's under `no_sync`."""
         expected = self.backward_of_plain(step, scale)[self.rank]
@@ -520,7 +568,7 @@ class Pair:
         """`way(model, batch, scale)` does the backwards of a step itself, of losses that it multiplies by `scale`."""
         for other in range(self.size):
             way(self.plain, self.batch(step, other), 1 / self.size)
-        way(self.trained, self.batch(step, self.rank), 1)
+        way(self.trained, self.own_batch(step), 1)
         self.nothing_gathered(way.__name__)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -564,7 +612,7 @@ class Pair:
 
     def evaluate(self, what: str = "an evaluation", step: int = 9) -> None:
         """Both compute the same of this rank's batch."""
-        inputs = self.batch(step, self.rank)[0]
+        inputs = self.own_batch(step)[0]
         with torch.no_grad():
             same(what, self.trained(inputs), self.plain(inputs), self.atol)
 
@@ -580,7 +628,7 @@ class Pair:
 
     def alone(self, step: int = 9) -> torch.Tensor:
         """A forward of the engine's alone: this rank's loss."""
-        return self.loss(self.trained, *self.batch(step, self.rank))
+        return self.loss(self.trained, *self.own_batch(step))
 
     def step_alone(self) -> None:
         self.alone().backward()

@@ -7,7 +7,6 @@ import weakref
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from harness.engine.gradients import GradScaler
 from harness.engine.safety.guard import EngineParameter
@@ -151,7 +150,7 @@ def a_copy_of_the_model_belongs_to_no_engine(engine, copied, mixed):
     model, (tokens, targets) = pair.model, own_tokens(3)
     pair.train(1)
     if engine.like == "zero3":
-        with refused("sharded", "full_state_dict", error=RuntimeError):
+        with refused("sharded", "full_state_dict"):
             copied(model)
     else:
         twin = copied(model)
@@ -209,11 +208,11 @@ def what_autograd_has_saved_goes_with_the_graph(engine, way):
     trained = engine(seeded(Branching), MOMENTUM, **options)
     model = trained.model
     for step in range(3):
-        x, y = vector_batch(step, engine.rank, 5, torch.float64)
+        x, _ = vector_batch(step, engine.rank, 5, torch.float64)
         out = trained(x.requires_grad_())
         model.seen.append(weakref.ref(out))
         if way != "forward alone":
-            F.mse_loss(out, y[:, :3]).backward(retain_graph=way == "a graph that is retained")
+            out.square().mean().backward(retain_graph=way == "a graph that is retained")
             trained.step()
             trained.zero_grad()
         model.extra = out = None

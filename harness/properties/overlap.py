@@ -155,7 +155,7 @@ def a_collective_may_run_as_late_as_its_wait(engine, build, hybrid=False):
             pair.step()
             pair.model.skip = 2  # which is then gathered ahead for nothing
             with torch.no_grad():
-                pair.trained(pair.batch(step, pair.rank)[0])
+                pair.trained(pair.own_batch(step)[0])
             pair.nothing_gathered("an evaluation")
             same("collectives that nobody has waited for", [work.name for work in pending], [])
     pair.same_weights()

@@ -2,10 +2,9 @@
 
 import contextlib
 import gc
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -21,14 +20,24 @@ from harness.properties.fixtures import (
     of_output,
     of_vectors,
 )
-from harness.properties.paths import Answer, body, by, leaves, own_weights
-from harness.properties.property import HERE, NotApplicable, ask, ask_each, ask_thorough, expect, holds, same
+from harness.properties.paths import Answer, body, by, by_own_weights, leaves, own_weights
+from harness.properties.property import (
+    HERE,
+    NotApplicable,
+    ask,
+    ask_each,
+    ask_thorough,
+    expect,
+    holds,
+    raised_at,
+    same,
+)
 
 
 def said_by_the_engine(error: Exception) -> bool:
     """Whether somebody has written a sentence for it: it is raised by a line of the engine's, and not far below it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(HERE.parents[1]) and last.line.startswith("raise")
+    file, line = raised_at(error)
+    return file.is_relative_to(HERE.parents[1]) and line.startswith("raise")
 
 
 def right_or_said(pair: Pair, act: Callable) -> None:
@@ -65,15 +74,11 @@ class Calls(OddModel):
 class Chained(OddModel):
     """Its output knows the one before it, and that one its own, as a graph of one's own or a history does."""
 
-    class Link:
-        def __init__(self, value, parent):
-            self.value, self.parent = value, parent
-
     def forward(self, tokens):
         found = None
         for _ in range(5_000):
-            found = self.Link(None, found)
-        return self.Link(super().forward(tokens), found)
+            found = SimpleNamespace(before=found)
+        return SimpleNamespace(value=super().forward(tokens), before=found)
 
 
 def of_the_last(model, tokens, targets):
@@ -87,9 +92,12 @@ def in_a_dataclass(unit, x):
 
 def by_views(block, x):
     """What a unit has returned is read when its forward is over."""
-    answer = block(x)
-    x = torch.tanh(nn.functional.linear(x, answer.more["view"]))
-    return torch.tanh(nn.functional.linear(x, answer.hidden[:, 1:], answer.more["bias"]))
+
+    def unwrapped(x):
+        answer = block(x)
+        return answer.hidden, answer.more["view"], answer.more["bias"]
+
+    return by_own_weights(unwrapped, x)
 
 
 def with_a_root_weight(model, tokens, targets):
@@ -114,7 +122,7 @@ def trains(pair: Pair) -> None:
 
 def transformed(transform: Callable, pair: Pair) -> None:
     """A transform of torch.func, of both models."""
-    x, _ = pair.batch(9, pair.rank)
+    x, _ = pair.own_batch(9)
     with torch.no_grad():
         found, expected = (transform(model, x) for model, _ in reversed(pair.both))
     same("what it computes", found, expected, pair.atol)
@@ -134,7 +142,7 @@ def compiled_step(of: Callable, pair: Pair) -> None:
     step = of(pair.trained)
     for number in range(3):
         pair.step_of_plain(number)
-        step(*pair.batch(number, pair.rank))
+        step(*pair.own_batch(number))
     pair.same_weights()
 
 
@@ -235,7 +243,7 @@ def a_model_may_be_frozen_for_a_while(engine):
         gradients = []
         with TrafficLedger() as traffic:
             for model in (pair.plain, pair.trained):
-                x, y = pair.batch(step, pair.rank)
+                x, y = pair.own_batch(step)
                 of_vectors(model, x.requires_grad_(), y).backward()
                 gradients.append(x.grad)
         same("the gradient that is handed on", gradients[1], gradients[0], pair.atol)

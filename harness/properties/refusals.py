@@ -18,10 +18,10 @@ from harness.properties.fixtures import (
     odd,
     plain_step,
     seeded,
+    three_groups,
     trained_params,
 )
 from harness.properties.property import ask, ask_thorough, refused, same, stages_hold
-from harness.properties.values import three_groups
 
 
 def raising(error_at: int):
@@ -90,27 +90,28 @@ def constructions_that_cannot_work_are_refused(engine):
         plain_step(module, ADAMW(trained_params(module)))
     pair = Pair(engine, (plain, model))
     pair.alike()
-    with refused("sharded by another engine"):
+    with refused("sharded by another engine", error=ValueError):
         pair.trained and engine(model, ADAMW)
 
 
-# What the last rank has otherwise: its collectives, or its weights, would be others.
+# What the last rank has otherwise, options or what is done to the model: its collectives, or its weights, would be
+# others.
 CHANGES = [
-    lambda model: {"find_unused": True},
-    lambda model: {"reduce_dtype": torch.float32},
-    lambda model: {"param_dtype": torch.bfloat16},
-    lambda model: OFFLOAD,
+    {"find_unused": True},
+    {"reduce_dtype": torch.float32},
+    {"param_dtype": torch.bfloat16},
+    OFFLOAD,
     lambda model: setattr(model.head.bias, "requires_grad", False),
     lambda model: setattr(model.head.bias, "data", model.head.bias.data.float()),
     lambda model: model.register_buffer("more", torch.zeros(2)),
     lambda model: setattr(model, "shift", torch.zeros(1, 5)),
     lambda model: model.blocks.extend([OddBlock(7).double()]) and None,
 ]
-IN_BUCKETS = [lambda model: {"bucket_mb": 0}]
+IN_BUCKETS = [{"bucket_mb": 0}]
 IN_UNITS = [
-    lambda model: {"units": []},
-    lambda model: {"prefetch": 2},
-    lambda model: {"reshard_after_forward": False},
+    {"units": []},
+    {"prefetch": 2},
+    {"reshard_after_forward": False},
     lambda model: {"units": [model.blocks[1]]},
 ]
 OF_GROUPS = (
@@ -134,7 +135,7 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     """A model or an optimizer that is bad on one rank, or other groups or options there: every rank says where."""
     last = engine.size - 1
     mine = engine.rank == last
-    with refused(f"rank {last}: ", "empty parameter list"):
+    with refused(f"rank {last}: ", "empty parameter list", error=ValueError):
         engine(seeded(OddModel).requires_grad_(not mine), ADAMW)
     for error_at in RAISING:
         with refused(f"rank {last}: ", "of the caller's own"):
@@ -142,7 +143,9 @@ def what_is_wrong_on_one_rank_is_an_error_on_all(engine):
     builds = []
     for change in (*CHANGES, *(IN_UNITS if engine.like == "zero3" else IN_BUCKETS)):
         model = seeded(OddModel)
-        options = (change(model) or {}) if mine else {}
+        options = {}
+        if mine:
+            options = change(model) or {} if callable(change) else change
         builds.append(partial(engine, model, ADAMW, **options))
     for change in OF_GROUPS:
         model = seeded(OddModel)

@@ -27,6 +27,7 @@ from harness.properties.fixtures import (
     seeded,
     silent_group,
     started_by,
+    three_groups,
     token_batch,
     vector_batch,
 )
@@ -81,7 +82,7 @@ def equals_one_process_on_the_whole_batch(engine, optimizer="adamw", **options):
     pair = Pair(engine, (started_by(0), own), OPTIMIZERS[optimizer], **options)
     for step in range(4):
         expected = torch.stack(pair.step_of_plain(step))
-        found = pair.trained.training_step(*pair.batch(step, pair.rank), in_float64)
+        found = pair.trained.training_step(*pair.own_batch(step), in_float64)
         assert not found.requires_grad, "the loss that training_step returns is not detached"
         # All are compared on every rank: where one is wrong, no rank waits for another that has left.
         losses = of_all_ranks(found)
@@ -136,23 +137,6 @@ def equals_ddp_and_fsdp2(engine, device="cpu", micro_batches=1, param_dtype=None
         expected = trained_on_bytes(subject(name), own, device, micro_batches, **of_all)
         same(f"the losses, beside {name}'s", losses, expected[0], atol)
         same(f"the weights, beside {name}'s", state, expected[1], atol)
-
-
-def three_groups(model: nn.Module, named: bool = False) -> list[dict]:
-    """Weight decay for matrices only, another rate for the head: groups that cut across buckets and units.
-
-    `named`: of (name, parameter) pairs, as torch's optimizers take them, too.
-    """
-    matrices, others, head = [], [], []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            group = head if name.startswith("head") else matrices if param.ndim >= 2 else others
-            group.append((name, param) if named else param)
-    return [
-        {"params": matrices, "weight_decay": 0.3},
-        {"params": iter(others), "weight_decay": 0.0},
-        {"params": head, "lr": 0.05},
-    ]
 
 
 def by_keyword(model, x, y):

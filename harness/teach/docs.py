@@ -38,7 +38,6 @@ BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
-REFEREE_LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 MEMORY = "memory-7b-8ranks.json"
 SHOWN = written.beside(__file__)
 
@@ -56,13 +55,6 @@ def table(titles: str, rows: list[list[str]]) -> str:
 # The referee.
 
 
-def difference(name: str, run: dict) -> str:
-    """How far an engine's losses are from DDP's, in words where that is nothing."""
-    if name == "ddp":
-        return "—"
-    return "0, to the bit" if run["difference"] == 0 else f"{run['difference']:.0e}".replace("e-0", "e-")
-
-
 def conditions(report: dict, file: str) -> str:
     """What a report was measured on, in one sentence."""
     return (
@@ -73,20 +65,15 @@ def conditions(report: dict, file: str) -> str:
 
 
 def referee(which: str, *names: str) -> str:
-    """A comparison of these engines, or of all, as the referee prints it itself but for digits."""
+    """Rows of the table that the referee prints: of these engines, or of all."""
     shown, titles = SHOWN["referee"][which], SHOWN["titles"]
     report, lines = result(shown["file"]), []
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
-        lines.append(step_report.cells_of_run(name, run, runs["ddp"], "ddp") | {
-            "engine": f"`{name}`",
-            "difference from DDP": difference(name, run),
-            "held MB": f"{sum(run['held_bytes'].values()) / 1e6:.2f}",
-            "peak MB": f"{run['peak_bytes'] / 1e6:,.1f}",
-            "step ms": f"{run['step_ms']:.0f}" if run["step_ms"] else "-",
-            "tokens/s": f"{run['tokens_per_s']:,.0f}",
-        })  # fmt: skip
+        held = sum(run["held_bytes"].values()) / 1e6
+        printed = step_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
+        lines.append({**printed, "held MB": f"{held:.2f}"})
     made = []
     for columns in shown["tables"]:
         rows = [[line[column] for column in ("engine", *columns)] for line in lines]
@@ -97,9 +84,9 @@ def referee(which: str, *names: str) -> str:
 def launches() -> str:
     """The ratios of step times over several launches."""
     rows = []
-    for name, values in ratios([result(file) for file in REFEREE_LAUNCHES]).items():
+    for name, values in ratios([result(file) for file in SHOWN["launches"]]).items():
         rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
-    return table(f"step time, {len(REFEREE_LAUNCHES)} launches | median | lowest | highest", rows)
+    return table(f"step time, {len(SHOWN['launches'])} launches | median | lowest | highest", rows)
 
 
 # Memory, in GB of 10^9 bytes.
@@ -217,7 +204,10 @@ def exhibits_of(which: str) -> str:
     return ", ".join(map(str, numbers))
 
 
-def by_name(*blocks: Callable[..., str]) -> dict[str, Callable[..., str]]:
+Blocks = dict[str, Callable[..., str]]
+
+
+def by_name(*blocks: Callable[..., str]) -> Blocks:
     """{the name between the marks: the function}"""
     return {block.__name__.replace("_", "-"): block for block in blocks}
 
@@ -245,7 +235,7 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., str]] = BLOCKS) -> str:
+def generate(text: str, where: str = "a page", blocks: Blocks = BLOCKS) -> str:
     """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
 
     def write(block: re.Match) -> str:
@@ -261,7 +251,7 @@ def generate(text: str, where: str = "a page", blocks: dict[str, Callable[..., s
     return BLOCK.sub(write, text)
 
 
-def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: str, check: bool = False) -> int:
+def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False) -> int:
     """Write what is stale in these pages, or with `check` only say it. Returns how many pages are stale then."""
     stale = 0
     for path in pages:
@@ -276,7 +266,7 @@ def update(pages: list[Path], blocks: dict[str, Callable[..., str]], command: st
             path.write_text(new)
             print(f"written: {path}")
     if not stale:
-        print(f"up to date: {len(pages)} {'page' if len(pages) == 1 else 'pages'}")
+        print(f"pages that are up to date: {len(pages)}")
     return stale if check else 0
 
 

@@ -42,13 +42,15 @@ class Blank(Check):
     another one, as a `with`; then that one's body is meant. Without `first` from the beginning of the body, without
     `last` to its end. `title` is what the error says. Above it stand as many of its hints as were asked for (the first:
     what to think of, the second: how to go about it), and `target`, in which {lines} are the reference's lines of code.
-    A method that the class has from elsewhere is given with its `head`, and added to the class.
+    A method that the class has from elsewhere is given with its `head`, and added to the class. A blank is compared
+    with what the chapter has there; or with its `answer`, a function that does more than the chapter's.
     """
 
     target: str
     first: str = ""
     last: str = ""
     head: str = ""
+    answer: str = ""
     no_hint = "there is no other"
 
 
@@ -71,6 +73,7 @@ class Exercise:
 
     Or a task that is in no chapter: `text` to begin with, and `targets` that `check` measures beside the source's
     class, which is given the same `options` and so many `backwards` per step. It needs so many `ranks`.
+    What is checked `takes` so long.
     """
 
     source: str
@@ -82,6 +85,7 @@ class Exercise:
     options: dict = field(default_factory=dict)
     backwards: int = 1
     ranks: int = 2
+    takes: str = "about a minute"
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -90,11 +94,6 @@ class Exercise:
         if self.blanks:
             return *self.blanks, Check("All steps: training steps, what they send and what they hold")
         return self.targets
-
-    @property
-    def takes(self) -> str:
-        """How long `check` takes, in words."""
-        return "about a minute" if self.source else "some minutes"
 
 
 def _exercises() -> dict[str, Exercise]:
@@ -221,7 +220,7 @@ def _goal(name: str, exercise: Exercise) -> list[str]:
     said = [
         f"An exercise, made from {exercise.source}. In all it {exercise.goal}.",
         f"Write what raises NotImplementedError, in this order, which is that of work and not of lines, and ask after "
-        f"each: ./launch.sh check {name}",
+        f"each: ./launch.sh check {name} (a hint more: --hint)",
         "Each is tried alone: all others are then the chapter's. So names that other code reads must stay.",
     ]
     blanks = [f"#   {blank.where:<24} {blank.title}" for blank in exercise.blanks]
@@ -237,14 +236,11 @@ def lines_of_blanks(text: str) -> dict[str, int]:
 def told(name: str, text: str) -> str:
     """What is printed of an exercise that was written."""
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
-    said = [f"written: {FOLDER / name}.py, to fill in:"]
-    said += [f"  line {lines[blank.title]:>3}  {blank.title}" for blank in exercise.blanks]
-    said += [f"  target    {target.title}" for target in exercise.targets]
+    said = [f"written: {FOLDER / name}.py. What is asked, in the order of work and with its line:"]
+    for check in exercise.checks:
+        said.append(f"  {lines.get(check.title, ''):>4}  {check.title}")
     said.append(f"In all it {exercise.goal}.")
-    if exercise.blanks:
-        said.append("Write them in this order, the order of work and not of lines.")
-    hint = " (a hint beside it: --hint)" if exercise.blanks else ""
-    said.append(f"Ask at any time, which takes {exercise.takes}: ./launch.sh check {name}{hint}")
+    said.append(f"Ask at any time, which takes {exercise.takes}: ./launch.sh check {name}")
     return "\n".join(said)
 
 

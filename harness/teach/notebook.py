@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.measure import memory as memory_command
 from harness.measure import tables
+from harness.measure.timeline import COLLECTIVES, STEPS
 from harness.run import ranks
 from harness.run.ranks import ROOT
 from harness.teach import practice
@@ -98,25 +99,15 @@ def part(text: str, first: str, last: str) -> str:
     return found[0].rstrip()
 
 
-VERBS = ("gather", "compute", "free", "reduce")
-
-
-def events(said: str) -> Counter:
-    """How often a told step does what: {(step, "gather blocks.0"): 1} or, of buckets, {(step, "all-reduce"): 7}."""
-    found, step = Counter(), 0
-    for line in said.splitlines():
-        collective = re.search(r"all-reduce|all-gather|reduce-scatter", line)
-        if line.startswith("Step "):
-            step = int(line[5])
-        elif step and collective:
-            times = re.search(r"  x (\d+)$", line)
-            found[step, collective[0]] += int(times[1]) if times else 1
-        elif step and line.startswith(tuple(f"  {verb} " for verb in VERBS)):
-            verb = ""
-            for words in re.split(r"[|,]", re.split(r"  +", line.strip())[0]):
-                *verbs, unit = words.split()
-                verb = verbs[0] if verbs else verb
-                found[step, f"{verb} {unit}"] += 1
+def events(trace: dict) -> Counter:
+    """How often rank 0 starts what in the step of a trace: {(step, "all-gather", unit or bucket): times}."""
+    spans = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] == 0]
+    steps = [one for one in spans if one["cat"] == STEPS]
+    found = Counter()
+    for span in spans:
+        around = [step for step in steps if step["ts"] <= span["ts"] <= step["ts"] + step["dur"]]
+        if around and span["cat"] == COLLECTIVES:
+            found[int(around[0]["name"][5]), span["name"], span["args"].get("unit")] += 1
     return found
 
 

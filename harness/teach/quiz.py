@@ -7,9 +7,9 @@
 In notebook 6 the question is a vote on each of twelve claims of the articles.
 """
 
-from harness.measure import tables
+from harness.teach import written
 from harness.teach.articles.claim import shown
-from harness.teach.notebook import ROOT, read, say
+from harness.teach.notebook import ROOT, read, say, table
 
 NEAR = 0.05  # a measured number is right within this fraction, a count to the last one
 _kept: dict[str, dict] = {}  # question -> {part: what the reader has written}
@@ -35,15 +35,15 @@ def agrees(answer, found) -> bool:
 
 def compare(question: str, **found) -> None:
     """Print what was found beside what was kept, part by part. What has no answer yet is not told."""
-    kept, rows = _kept.get(question, {}), [[question, "you", "found", ""]]
+    kept, rows = _kept.get(question, {}), []
     _right[question] = []
     for part, value in found.items():
         row = [part.replace("_", " "), "-", "?", "answer first"]
         if part in kept:
             _right[question].append(agrees(kept[part], value))
-            row[1:] = str(kept[part]), shown(value), "right" if _right[question][-1] else "no"
+            row[1:] = kept[part], shown(value), "right" if _right[question][-1] else "no"
         rows.append(row)
-    print("\n".join(tables.text(rows, rule=False)))
+    table([question, "you", "found", ""], rows)
 
 
 def answered(question: str) -> bool:
@@ -60,21 +60,7 @@ def score() -> None:
 
 # The claims of notebook 6.
 
-# As the articles' room words them; four of each verdict. The notebooks have shown what decides each of them.
-ASKED = (
-    "on 8 GPUs ZeRO-3 needs 8 times less memory than DDP",
-    "ZeRO-2 saves bandwidth as well as memory",
-    "the printed ZeRO-3 frees what it has gathered",
-    "ZeRO leaves activations as they are",
-    "ZeRO-3 needs no all-gather at the end of the step",
-    "too-large buckets spike memory",
-    "the gradient sync overlaps with the optimizer's step",
-    "an all-reduce sends 2 (N-1)/N of the buffer",
-    "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
-    "ZeRO-3 sends 50% more than DDP",
-    "DDP communicates least, ZeRO-1 and -2 more, and ZeRO-3 most",
-    "the optimizer state is the largest part of what training needs",
-)
+ASKED = written.beside(__file__)["claims"]
 
 
 def ask() -> None:

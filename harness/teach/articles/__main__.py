@@ -17,15 +17,11 @@ from harness.measure import tables
 from harness.run import options as common
 from harness.run.command_line import Parser, one_line
 from harness.run.process_group import check_writable
+from harness.teach import written
 from harness.teach.articles import CLAIMS, Claim
 
 COLUMNS = ("article", "claim", "ran", "found", "verdict")
-IN_WORDS = {  # of a verdict: of one claim, of several
-    "holds": ("holds", "hold"),
-    "holds when": ("holds under a condition", "hold under a condition"),
-    "does not hold": ("does not hold", "do not hold"),
-    "error": ("error", "errors"),
-}
+IN_WORDS = written.beside(__file__, "claims")["in_words"]
 
 
 def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Namespace:

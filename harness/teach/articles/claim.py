@@ -7,14 +7,7 @@ from pkgutil import resolve_name
 
 from harness.teach import written
 
-ARTICLES = {
-    "multiple_gpus": "AI in Multiple GPUs: ZeRO & FSDP",
-    "sharding_state": "ZeRO and FSDP: Sharding Training State at Scale",
-    "frameworks": "Training Frameworks: ZeRO, FSDP, and the Memory Math That Gets You Hired",
-    "scaling": "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Systems",
-    "wordpress": "The WordPress developer's piece on ZeRO Memory Optimization",  # our copy has no title
-}
-HOLDS, DOES_NOT_HOLD = "holds", "does not hold"
+ARTICLES = written.beside(__file__, "claims")["articles"]  # {its key in claims.toml: its title}
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,8 @@ class Claim:
         found = self.found.format(*map(shown, values))
         first, *elsewhere = true or self._as_said(values)
         if first and all(elsewhere):
-            return found, HOLDS
-        return found, f"holds when {self.when}" if first else DOES_NOT_HOLD
+            return found, "holds"
+        return found, f"holds when {self.when}" if first else "does not hold"
 
     def _as_said(self, values: list) -> list[bool]:
         meets = [values[one] < values[other] for one, other in self.less]

@@ -18,9 +18,8 @@ from harness.properties import fixtures
 from harness.teach import written
 
 # With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
-WAIT = timedelta(seconds=20)  # for another rank, in a collective
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
-LAYERS, WIDTH = 6, 48
+WIDTH = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +30,14 @@ class Case:
     at: str = ""
     given: dict = field(default_factory=dict)
     only: tuple[str, ...] = ()  # names of exercises, or of functions; none: all
-    memory: bool = False  # count bytes, in a group that moves nothing
+    memory: bool = False  # count bytes
     refused: bool = False  # the chapter raises a RuntimeError
-    alone: bool = False  # in a group of this rank alone
+    within: str = "all"  # the group: of all ranks; of this rank "alone"; or a "silent" one, that moves nothing
     seed: int = 0
 
     @property
     def group(self):
-        groups = groups_of(dist.group.WORLD)
-        if self.memory:
-            return groups.silent
-        return groups.alone if self.alone else groups.all
+        return getattr(groups_of(dist.group.WORLD), self.within)
 
     @property
     def shard_bytes(self) -> int:
@@ -51,7 +47,8 @@ class Case:
 @functools.cache
 def groups_of(world) -> types.SimpleNamespace:
     """None is the default group, so that a collective that was given none shows."""
-    new = partial(dist.new_group, group_desc="for all checks", timeout=WAIT)
+    patience = timedelta(seconds=20)  # with another rank, in a collective
+    new = partial(dist.new_group, group_desc="for all checks", timeout=patience)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
 
@@ -94,11 +91,9 @@ class BiasLast(fixtures.OddModel):
         return super().forward(inputs) + self.bias
 
 
-MODELS = {
+MODELS = vars(fixtures) | {
     "OddModel": odd_model,
     "BiasLast": BiasLast,
-    "SharedInside": fixtures.SharedInside,
-    "Checkpointed": fixtures.Checkpointed,
     "TwoCheckpointed": partial(fixtures.Checkpointed, 2),
 }
 
@@ -136,11 +131,6 @@ def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
         engine.zero_grad()
 
 
-def clipping_padding(cls, case: Case) -> None:
-    one_weight(cls, case, clip=True)
-    one_weight(cls, case, more=False, clip=True)
-
-
 def freed_unused(cls, case: Case) -> None:
     engine = build(cls, case, odd_model)
     for unit in engine.units:
@@ -172,7 +162,7 @@ def clipping_what_is_no_number(cls, case: Case, norm_type: float = 2.0) -> None:
 
 
 def count_bytes(cls, case: Case) -> None:
-    engine = build(cls, case, partial(fixtures.Stack, LAYERS, WIDTH), torch.float32, 4 * (WIDTH * WIDTH + WIDTH))
+    engine = build(cls, case, partial(fixtures.Stack, 6, WIDTH), torch.float32, 4 * (WIDTH * WIDTH + WIDTH))
     for step in range(2):
         inputs, targets = fixtures.vector_batch(step, dist.get_rank(), WIDTH)
         engine.training_step(inputs, targets, F.mse_loss)

@@ -137,21 +137,6 @@ def _shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def examined(file: Path, options: argparse.Namespace) -> Report:
-    """The report on one file. Raises ValueError where the ranks do not start."""
-    text, checks = file.read_text(errors="replace"), EXERCISES[options.name].checks
-    report = Report(checks, _shown(file), text)
-    if edited(text):
-        on_ranks(report, file, options)
-    else:  # nothing is written: no rank is needed to tell
-        lines = lines_of_blanks(text)
-        for check in checks:
-            if not report.over:
-                line = lines.get(check.title, max(lines.values()))  # a task has one blank
-                report.add([{"status": "open", "task": check.title, "line": line}])
-    return report
-
-
 def tell_rest(report: Report, name: str, hints: int) -> None:
     """Print how many have passed, and so many `hints` for the first that has not."""
     said = f"{report.passed} of {len(report.checks)} passed"
@@ -180,9 +165,16 @@ def conformed(file: Path, ranks: int) -> dict:
 
 def judged(file: Path, options: argparse.Namespace) -> dict:
     """What --json has of a file, which is printed as it is found. Raises ValueError where the ranks do not start."""
-    if not EXERCISES[options.name].checks:
+    checks = EXERCISES[options.name].checks
+    if not checks:
         return conformed(file, options.ranks)
-    report = examined(file, options)
+    text = file.read_text(errors="replace")
+    report, lines = Report(checks, _shown(file), text), lines_of_blanks(text)
+    while not (edited(text) or report.over):  # nothing is written: no rank is needed to tell
+        title = checks[len(report.verdicts)].title
+        line = lines.get(title, max(lines.values()))  # a task has one blank
+        report.add([{"status": "open", "task": title, "line": line}])
+    on_ranks(report, file, options)
     tell_rest(report, options.name, options.hint)
     return report.as_json(options.name)
 
@@ -251,9 +243,6 @@ def main(argv: list[str] | None = None) -> None:
         where = "CPU" if options.runs_on == "cpu" else "GPU"
         what = options.folder or _shown(options.file)
         print(f"{what} on {options.ranks} ranks, {where}: {options.why}. A file takes {EXERCISES[options.name].takes}")
-        if options.folder:
-            common.write_json(options.json, table_of(options))
-            sys.exit(0)
-        found = judged(options.file, options)
+        found = table_of(options) if options.folder else judged(options.file, options)
         common.write_json(options.json, found)
-    sys.exit(0 if found["points"] == found["of"] else 1)
+    sys.exit(int(not options.folder and found["points"] < found["of"]))

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from harness.measure.traffic import sent_bytes
 from harness.properties import fixtures
 from harness.properties.property import expect, same, subject_class
 from harness.run.engines import CHAPTERS
+from harness.teach.articles.runs import Chain, chain
 from harness.teach.check.cases import ADAMW, groups_of
 from harness.teach.check.recorder import Issued, Recorder
 from harness.teach.exercise import Exercise, Target
@@ -22,18 +22,9 @@ NODE = 2  # ranks that count as one machine
 WIDTH = 16
 
 
-class Uneven(nn.Module):
+def uneven() -> nn.Module:
     """Blocks of unequal size: the one in the middle has eight layers, the six others have one."""
-
-    def __init__(self):
-        super().__init__()
-        layers = partial(nn.Linear, WIDTH, WIDTH)
-        self.blocks = nn.ModuleList()
-        for number in (1, 1, 1, 8, 1, 1, 1):
-            self.blocks.append(nn.Sequential(*[layers() for _ in range(number)]))
-
-    def forward(self, x):
-        return fixtures.through(x, self.blocks)
+    return Chain(*[chain(layers, WIDTH) for layers in (1, 1, 1, 8, 1, 1, 1)])
 
 
 @contextlib.contextmanager
@@ -65,7 +56,7 @@ def sent(issued: list[Issued]) -> float:
 def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[dict, dict[str, float]]:
     """(whole weights after two steps, numbers of the second step; what is gathered, of both), on this rank."""
     rank, numbers = dist.get_rank(), {}
-    model = fixtures.seeded(Uneven, 100 * seed + rank, torch.float64)
+    model = fixtures.seeded(uneven, 100 * seed + rank, torch.float64)
     engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
     with gathered(model) as found:
         for step in range(2):
@@ -99,24 +90,20 @@ def met(target: Target, number: float, of_chapter: float) -> bool:
     return number >= target.least
 
 
-def demanded(task: Exercise, target: Target, right: dict[str, float]) -> list[Target]:
-    """What must hold for the point. What the chapter has as it stands counts with the task's own targets alone."""
-    own = []
-    for each in task.targets:
-        if each.number and not met(each, right[each.number], right[each.number]):
-            own.append(each)
-    return [target] if target in own else [*own, target]
-
-
 def judge(task: Exercise, target: Target, cls: type, recorder: Recorder, seed: int) -> None:
-    """Raises what is not as the target demands: weights as the chapter's, and so much of a number, or so little."""
+    """Raises what is not as the target demands: weights as the chapter's, and so much of a number, or so little.
+
+    What the chapter does not meet as it stands must hold for each point: that is the task itself.
+    """
     chapter = CHAPTERS[task.source.removesuffix(".py")]
     expected, right = trained(task, chapter, recorder, seed)
     weights, found = trained(task, cls, recorder, seed)
     same("the weights after two steps", weights, expected, atol=1e-9)
-    for each in demanded(task, target, right):
-        if each.number:
-            number, of_chapter = found[each.number], right[each.number]
+    for each in task.targets:
+        if not each.number:
+            continue
+        number, of_chapter = found[each.number], right[each.number]
+        if each is target or not met(each, of_chapter, of_chapter):
             wanted = f"{each.least:,} or more" if each.most is None else f"at most {round(each.most * of_chapter):,}"
             what = f"{each.number} in a step ({chapter.__name__}: {of_chapter:,.0f})"
             expect(met(each, number, of_chapter), what, wanted, f"{number:,.0f}")
