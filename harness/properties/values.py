@@ -185,17 +185,33 @@ MODELS = {
 }
 
 
-@contextlib.contextmanager
-def waits_noted(note):
-    """`note()` is called before this rank waits for a collective."""
-    plain = dist.Work.wait
+class Events:
+    """Collectives and waits as they come, each with the bytes that live then if there is a ledger of them."""
 
-    def wait(work, *timeout):
-        note()
-        return plain(work, *timeout)
+    def __init__(self, memory: MemoryLedger | None):
+        self.memory, self.found = memory, []
 
-    with mock.patch.object(dist.Work, "wait", wait):
-        yield
+    def note(self, what) -> None:
+        self.found.append((what, self.memory and self.memory.live))
+
+    def begins(self, step, depth) -> None:
+        """Nothing that counts: a unit without parameters has its steps, too."""
+
+    ends = begins
+
+    def sends(self, collective, depth) -> None:
+        self.note(collective)
+
+    @contextlib.contextmanager
+    def waits(self):
+        plain = dist.Work.wait
+
+        def wait(work, *timeout):
+            self.note("wait")
+            return plain(work, *timeout)
+
+        with mock.patch.object(dist.Work, "wait", wait):
+            yield
 
 
 EVENTS = "collectives, waits, and the bytes that live then"
@@ -208,28 +224,25 @@ def watched(build, model: str, silent: bool, **options) -> dict:
     """
     make, batch, loss_fn = MODELS[model]
     module, rank = seeded(make, dtype=torch.float32), dist.get_rank()
-    group, gradients, events = silent_group() if silent else None, [], []
-
-    def note(what="wait", depth=0, collective=None):
-        if what == "wait" or collective is not None:  # and no label alone: a unit without parameters has one, too
-            events.append((collective or what, memory.live if silent else None))
+    group, gradients = silent_group() if silent else None, []
 
     def copy_gradients(*_):
         gradients.extend(piece.grad.clone() for piece in pieces_of(engine))
 
     with MemoryLedger() as memory:
+        events = Events(memory if silent else None)
         engine = build(module, ADAMW, group=group, **options)
         for step in range(2):  # AdamW makes its state in the first
             engine.training_step(*batch(step, rank), loss_fn)
         if not silent:
             engine.optimizer.register_step_pre_hook(copy_gradients)
-        with watched_step(engine, memory, on_event=note) as seen, waits_noted(note):
+        with watched_step(engine, memory, story=events) as seen, events.waits():
             loss = engine.training_step(*batch(2, rank), loss_fn)
     if silent:
-        return {EVENTS: events, "bytes held before the update": seen.held, "the peak of a step": seen.peak}
+        return {EVENTS: events.found, "bytes held before the update": seen.held, "the peak of a step": seen.peak}
     state = engine.full_state_dict()
     return {
-        EVENTS: events,
+        EVENTS: events.found,
         "the loss": loss,
         "gradients before the update": dict(enumerate(gradients)),
         "weights": state,
