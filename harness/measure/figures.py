@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.measure.pictures_of_memory import live, memory, scaling, stages  # noqa: F401  figures.toml names them
 from harness.measure.pictures_of_steps import lanes, losses, sweeps  # noqa: F401
-from harness.measure.style import BELOW, TIMES, headline, key, new, save, stacked
+from harness.measure.style import BELOW, SAID, TIMES, headline, key, new, save, stacked
 
 
 def step_time(results: list[tuple[str, dict]]):
@@ -36,9 +36,7 @@ def step_time(results: list[tuple[str, dict]]):
     grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
     grid[0][0].set_ylabel("engine and rank")
     grid[0][0].invert_yaxis()
-    labels = {kind: f"{kind}, exposed" for kind in ("all-reduce", "reduce-scatter", "all-gather", "broadcast")}
-    labels |= {"host": "host, between operations", "waiting": "waiting for the slowest rank"}
-    figure.legend(handles=key([part for part in TIMES if part in seen], labels), **BELOW)
+    figure.legend(handles=key([part for part in TIMES if part in seen], SAID["in_full"]), **BELOW)
     finding = "Where the time of a step goes"
     if any(report["slow_rank"] for _, report in results):
         finding = "One slow rank makes all steps longer: the others wait for it"

@@ -23,6 +23,8 @@ class MemoryLedger(TorchDispatchMode):
     no operation, is watched as well.
     """
 
+    reserved = 0  # that is known of an allocator alone
+
     def __init__(self, engine=None):
         super().__init__()
         self.live = self.peak = 0

@@ -9,21 +9,13 @@ from harness.run.engines import ENGINES
 from harness.run.model import GPT
 from zero1 import Bucket, by_size
 
-# Bytes per parameter that a rank holds, (kept in full, cut into N): 4Ψ of weights, 4Ψ of gradients, 8Ψ of AdamW's two
-# moments in float32. An article (`ARTICLE` in memory_tables.py) has this count as a table for 7e9 parameters on 8 GPUs.
-# No article has the count for bf16 as it is here: bfloat16 weights (2Ψ) beside float32 ones (cut, where a stage cuts
-# the optimizer state), float32 gradients. (In DDP and ZeRO-3 the bfloat16 weights exist only while the model computes.)
-# One count for each number of things that are shared out: none, the optimizer state, the gradients too, all three.
-BYTES_PER_PARAMETER = {
-    "fp32": ((16, 0), (8, 8), (4, 12), (0, 16)),
-    "bf16": ((16, 0), (6, 12), (2, 16), (0, 16)),
-}
+FORMULAS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def held_by_formula(name: str, precision: str, parameters: int, ranks: int) -> int:
     """Bytes that a rank of the engine `name` holds when all gradients are there."""
     shared_out, _ = ENGINES[name].promise
-    whole, cut = BYTES_PER_PARAMETER[precision][len(shared_out)]
+    whole, cut = FORMULAS["bytes_per_parameter"][precision][len(shared_out)]
     return round(parameters * (whole + cut / ranks))
 
 
@@ -43,14 +35,11 @@ class Letters:
     T: int  # this bucket and all that are reduced after it: their shards of the gradients do not exist yet
 
 
-PEAKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-
-
 def formula_of_peak(name: str, precision: str, accumulate: int) -> str | None:
     """The stage's formula of the peak. None for other engines, and for mixed precision."""
     if precision != "fp32":
         return None
-    return PEAKS["once" if accumulate == 1 else "several"].get(name)
+    return FORMULAS["once" if accumulate == 1 else "several"].get(name)
 
 
 def value(formula: str, of: Letters) -> float:

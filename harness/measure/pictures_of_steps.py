@@ -3,10 +3,7 @@
 import re
 from collections import defaultdict
 
-from harness.measure.style import BELOW, INK, LANES, PAPER, engine_look, headline, key, look, new
-
-LANE_OF = {"1": "forward", "2": "backward", "4": "update", "all-gather": "gather", "reduce-scatter": "reduce",
-           "all-reduce": "reduce"}  # fmt: skip
+from harness.measure.style import BELOW, INK, LANES, PAPER, SAID, engine_look, headline, key, look, new
 
 
 def lanes(results: list[tuple[str, dict]]):
@@ -48,7 +45,7 @@ def _read(trace: dict) -> tuple[dict, dict]:
         rank, told = event["pid"], event["args"]
         start = event.get("ts", 0) / 1e3 - trace["otherData"]["step_begins_ms"]
         sends = event.get("cat") == "collectives"
-        lane = LANE_OF.get(event["name"] if sends else told.get("step", "")[:1])
+        lane = SAID["lane_of"].get(event["name"] if sends else told.get("step", "")[:1])
         if event["name"] == "thread_name":
             threads[rank, event["tid"]] = told["name"]
         elif event["name"] == "live":

@@ -18,10 +18,9 @@ from harness.measure.tables import unit
 from harness.run.engines import ENGINES
 
 INK, PAPER, GRID, SHADE = "#24292f", "#ffffff", "#d8dee4", "#eef1f4"
-_SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-COLOURS, HATCHES, MOVES = _SAID["colours"], _SAID["hatches"], _SAID["moves"]
-LANES = ("forward", "backward", "gather", "reduce", "update")
-TIMES = ("compute", "host", "optimizer", "all-reduce", "reduce-scatter", "all-gather", "broadcast", "waiting")
+SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+COLOURS, HATCHES, MOVES = SAID["colours"], SAID["hatches"], SAID["moves"]
+LANES, TIMES = SAID["lanes"], SAID["times"]
 for _name, _bytes in MOVES.items():
     COLOURS[_name] = COLOURS[_bytes]
     HATCHES.setdefault(_name, HATCHES.get(_bytes, ""))
@@ -66,17 +65,6 @@ def save(figure, path: str) -> None:
     plt.close(figure)
 
 
-def tick(axes, at: float, position: float, height: float) -> None:
-    """A mark across a horizontal bar, `height` above and below its middle: what a formula says."""
-    for colour, width in ((PAPER, 4.5), (INK, 2)):
-        axes.vlines(at, position - height, position + height, color=colour, linewidth=width)
-
-
-def beside(axes, text: str, at: float, position: float) -> None:
-    """Words behind the end of a horizontal bar, over any lines."""
-    axes.annotate(text, (at, position), (5, 0), textcoords="offset points", va="center", bbox=OVER_LINES)
-
-
 def stacked(axes, place: float, parts: dict[str, float], height: float) -> float:
     """Draw a horizontal bar of these parts, one behind the other; returns where it ends."""
     end = 0.0
@@ -105,12 +93,14 @@ def bars(rows: dict[str, dict], title="", formula=None, means="formula", words=N
         texts = [f"{end:.4g}"] if parts else []
         if label in formula:
             at = formula[label] / size
-            tick(axes, at, place, 0.42)
+            for colour, width in ((PAPER, 4.5), (INK, 2)):
+                axes.vlines(at, place - 0.42, place + 0.42, color=colour, linewidth=width)
             texts.append(f"formula {at:.4g}")
             end = max(end, at)
         if words.get(label):
             texts.append(words[label])
-        beside(axes, ", ".join(texts), end, place)
+        behind = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(", ".join(texts), (end, place), bbox=OVER_LINES, **behind)
     for nbytes in lines:
         if nbytes <= 1.2 * longest:
             axes.axvline(nbytes / size, linewidth=0.8, linestyle=":")

@@ -16,24 +16,20 @@ def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True)
     Columns for which there is no room stand in a table below, which begins with the first column again.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows)]
-    lines, shown = [], [0]
-    for column in range(1, len(widths) + 1):
-        if column < len(widths) and sum(widths[one] + 2 for one in (*shown, column)) <= columns_here() + 2:
-            shown.append(column)
-            continue
-        lines += [""] if lines else []
-        lines += _block(rows, shown, widths, left, rule)
-        shown = [0, column]
-    return lines
-
-
-def _block(rows, shown: list[int], widths: list[int], left, rule: bool) -> list[str]:
-    """The lines of the columns `shown`."""
-    lines = []
-    for row in rows:
-        cells = [row[n].ljust(widths[n]) if n in left else row[n].rjust(widths[n]) for n in shown]
-        lines.append("  ".join(cells).rstrip())
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]] if rule else lines
+    blocks, lines = [[0]], []
+    for column in range(1, len(widths)):
+        if sum(widths[one] + 2 for one in (*blocks[-1], column)) > columns_here() + 2:
+            blocks.append([0])
+        blocks[-1].append(column)
+    for shown in blocks:
+        lines.append("")
+        below = len(lines) + 1
+        for row in rows:
+            cells = [row[n].ljust(widths[n]) if n in left else row[n].rjust(widths[n]) for n in shown]
+            lines.append("  ".join(cells).rstrip())
+        if rule:
+            lines.insert(below, "-" * max(map(len, lines[below - 1 :])))
+    return lines[1:]
 
 
 def columns_here() -> int:

@@ -66,8 +66,8 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
     `allocator` was made before the engine was built; `story` is the traffic ledger's.
     """
     memory.begin(engine)
-    if allocator is not None:
-        allocator.reset_peak()
+    meter = allocator or memory
+    meter.reset_peak()
     with Seen(story) as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
         try:
@@ -76,6 +76,4 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
             handle.remove()
     if not seen.held:  # an engine that does not step its optimizer
         seen.held.update(held_bytes(engine))
-    seen.peak = memory.peak
-    if allocator is not None:
-        seen.peak, seen.reserved = allocator.peak, allocator.reserved
+    seen.peak, seen.reserved = meter.peak, meter.reserved
