@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.run.engines import STAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "run", "measure", "properties", "teach")
 CHAPTERS = ("zero1", "zero2", "zero3")
@@ -178,6 +180,25 @@ def test_the_chapters_have_one_idea_in_a_line():
     texts = [(ROOT / f"{chapter}.py").read_text() for chapter in CHAPTERS]
     tokens, lines = sum(len(tokens_of(text)) for text in texts), sum(len(code_lines(text)) for text in texts)
     assert tokens <= DENSITY * lines, f"{tokens / lines:.2f} tokens in a line of code"
+
+
+def files_of_a_step() -> set[str]:
+    """The project's files whose functions a step of ZeRO-3's engine calls, if it has no options."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    trained = STAGES["zero3"](model, functools.partial(torch.optim.AdamW, lr=0.1))
+    batch, files = torch.ones(2, 4), set()
+    for _ in range(2):  # in the first one ranks compare what they do
+        files.clear()
+        sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+        trained.training_step(batch, batch, torch.nn.functional.mse_loss)
+        sys.setprofile(None)
+    # A pipeline's torch module is there if another test has imported it: then the model's hooks ask for it.
+    return {file for file in files if file.startswith((f"{ROOT}/zero", f"{ROOT}/harness")) and "pipelines" not in file}
+
+
+def test_a_step_of_zero3_passes_through_eight_files(ranks):
+    for files in ranks(2).run(files_of_a_step):
+        assert len(files) <= 8 and str(ROOT / "zero3.py") in files, files
 
 
 # What runs only where there is a GPU.

@@ -78,16 +78,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.names = [name for name in named if name in CHAPTERS]
     if others := [name for name in named if name not in CHAPTERS]:
         options.names += engines.chosen(",".join(others), "conform")
-    properties = library().items()
-    options.properties = [name for name, each in properties if options.only.lower() in words_of(each)]
+    options.properties = []
+    for name, each in library().items():
+        if options.only.lower() in f"{name}\n{each.group}\n{each.says}".lower():
+            options.properties.append(name)
     if not options.properties:
         raise ValueError(f"--only {options.only!r}: no property has that in its name, group or sentence")
     process_group.check_writable("--json", options.json)
     return options
-
-
-def words_of(each) -> str:
-    return "\n".join((each.name, each.group, each.says)).lower()
 
 
 # On a rank.

@@ -204,7 +204,7 @@ def promised(engine: Subject):
 def seen_of_a_step(engine: Subject):
     """(bytes of the parameters, what was seen of the engine's third step, bytes of a buffer that it documents)."""
     trained = engine(stack(4, 32), ADAMW)
-    inner = getattr(trained, "_engine", trained) if engine.foreign else trained
+    inner = getattr(trained, "_engine", trained)  # others' are inside of what properties call
 
     for step in range(3):
         with MemoryLedger() as memory, watched_step(inner, memory) as seen:

@@ -202,16 +202,15 @@ class Events:
     def sends(self, collective, depth) -> None:
         self.note(collective)
 
-    @contextlib.contextmanager
     def waits(self):
+        """Around what waits."""
         plain = dist.Work.wait
 
         def wait(work, *timeout):
             self.note("wait")
             return plain(work, *timeout)
 
-        with mock.patch.object(dist.Work, "wait", wait):
-            yield
+        return mock.patch.object(dist.Work, "wait", wait)
 
 
 EVENTS = "collectives, waits, and the bytes that live then"
