@@ -1,10 +1,13 @@
 """The peak rates of GPUs, and the rates that follow from them."""
 
 import pytest
+import torch
 from tables import TABLES
+from torch.utils.flop_counter import FlopCounterMode
 
+import fsdp2_compare as referee
 from harness.measure import gpus
-from harness.run.model import preset
+from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 
 
 @pytest.mark.parametrize("name, rates", TABLES["peak_rates"].items())
@@ -15,17 +18,11 @@ def test_peak_rates(name, rates):
 
 def test_flops_per_token_are_those_that_torch_counts():
     """Against torch's own counter over forward and backward, which leaves out what is no matrix product."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from harness.run.model import GPT, next_token_loss
-
     config = preset("toy")
     model, tokens = GPT(config), torch.zeros(2, config.seq + 1, dtype=torch.int64)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-    parameters = sum(param.numel() for param in model.parameters())
-    ours = gpus.flops_per_token(config, parameters, config.seq) * 2 * config.seq
+    ours = gpus.flops_per_token(config, number_of_parameters(config), config.seq) * 2 * config.seq
     assert counted.get_total_flops() == pytest.approx(ours, rel=0.03)  # biases and norms are no matrix products
 
 
@@ -33,10 +30,6 @@ def test_flops_per_token_are_those_that_torch_counts():
     "name, ranks, gpus_here, divided_by", (("ddp", 2, 1, 1), ("ddp", 8, 8, 8), ("single", 8, 8, 1))
 )
 def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypatch):
-    import torch
-
-    import fsdp2_compare as referee
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

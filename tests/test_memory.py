@@ -123,7 +123,7 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     assert "ddp (stand-in)" in text and "ddp (stand-in): from 24 GB on" in text
 
 
-@pytest.mark.parametrize("name, sent", (("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)))
+@pytest.mark.parametrize("name, sent", TABLES["sent_psi"].items())
 def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
     """bfloat16 halves the bytes of a gather, and sends as many elements."""
     low = dry(name, "--preset", "toy", "4", "--dtype", "bf16")

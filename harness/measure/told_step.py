@@ -51,6 +51,10 @@ class Story:
     def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
         self.engine, self.memory = engine, memory
         self._micro_batches, self._begun = micro_batches, 0
+        self.open()
+
+    def open(self) -> None:
+        """The step is about to begin."""
 
     def numbered(self, step: str) -> str:
         """The line for the beginning of "1 forward", say."""
@@ -72,8 +76,7 @@ class Story:
 class BucketStory(Story):
     """ZeRO-1 and -2: a line per collective; equal neighbours become one line with a count."""
 
-    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        super().__init__(engine, memory, micro_batches)
+    def open(self) -> None:
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
         self._last, self._count = None, 0
 
@@ -115,19 +118,18 @@ class UnitStory(Story):
     units tell it when they are called, and hooks on the units' modules behind the chapter's own.
     """
 
-    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        super().__init__(engine, memory, micro_batches)
+    def open(self) -> None:
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
         self._watching = contextlib.ExitStack()
-        for unit in engine.all_units:
+        for unit in self.engine.all_units:
             self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
             self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
             hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._tell("compute", unit))
             self._watching.callback(hook.remove)
-        self._watch(engine, "send", before=lambda unit: self._tell("reduce", unit))
-        self._watch(engine, "before_backward", after=lambda unit: self._tell("compute", unit))
+        self._watch(self.engine, "send", before=lambda unit: self._tell("reduce", unit))
+        self._watch(self.engine, "before_backward", after=lambda unit: self._tell("compute", unit))
 
     def _watch(self, thing, method: str, before=lambda *_: None, after=lambda *_: None) -> None:
         """Until `close`: call `before` and `after` with what `thing`'s method is called with."""

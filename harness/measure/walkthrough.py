@@ -24,7 +24,7 @@ from harness.measure.watched_step import watched_step
 from harness.run import micro_batches, process_group
 from harness.run import options as common
 from harness.run.data import Batches, load_text
-from harness.run.model import GPT, next_token_loss, preset
+from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
 from harness.run.process_group import Rank
 from harness.run.recompute import checkpoint_blocks
 
@@ -116,14 +116,10 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) 
     say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
     times = ""
     if (ranks := engine.world_size) > 1:
-        share = seen.sent_elements / _parameters(engine) * ranks / (ranks - 1)
+        share = seen.sent_elements / number_of_parameters(preset(options.preset)) * ranks / (ranks - 1)
         times = f" = {share:.3f} Ψ x (N-1)/N, with N = {ranks}"
     megabytes, count = seen.sent_bytes / 1e6, len(seen.collectives)
     say(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
-
-
-def _parameters(engine) -> int:
-    return sum(param.numel() for param in engine.model.parameters())
 
 
 def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
@@ -134,17 +130,14 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter
+    # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
+    begins = max(process_group.gathered(max(span.end for span in partition)))
+    spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
     # What is there already when the timeline is opened is there from its beginning.
-    live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
-    everyone = process_group.gathered((partition, timeline.spans, live))
+    live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
+    everyone = process_group.gathered((partition + spans, live))
     if me.rank > 0:
         return
-    # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
-    begins = max(max(span.end for span in built) for built, _, _ in everyone)
-    spans, live = [], []
-    for built, step, moments in everyone:
-        spans.append([*built, *(replace(span, start=begins + span.start, end=begins + span.end) for span in step)])
-        live.append([(begins + seconds, nbytes) for seconds, nbytes in moments])
     name = type(engine).__name__
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
@@ -152,13 +145,13 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
         **common.about(me.device, name.lower(), me.world_size),
         "step_begins_ms": round(begins * 1e3, 4),
     }
-    common.write_json(options.trace, chrome_trace(spans, live, **about), indent=None)
+    common.write_json(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
     print("open it in chrome://tracing or ui.perfetto.dev")
 
 
 def _partition(engine, options: argparse.Namespace) -> str:
     """Step 0: into what the model was cut, which ranks own which parameter, and what this rank holds of it."""
-    psi = _parameters(engine)
+    psi = number_of_parameters(preset(options.preset))
     if hasattr(engine, "units"):
         parts = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}"
         limit = " (a transformer block each) and the root (what belongs to no unit)"
