@@ -54,7 +54,7 @@ def test_the_committed_pictures_are_what_is_drawn_today(name, tmp_path):
 def test_the_step_time_figure_draws_the_whole_step():
     """The bars of a column are as long as its ranks' steps: no part is left out."""
     results, figure = drawn("step-time")
-    for axes, (_, report) in zip(figure.axes, results, strict=True):
+    for axes, report in zip(figure.axes, results, strict=True):
         runs = [run for name, run in report["runs"].items() if name != "single"]  # one process waits for nobody
         expected = sum(rank["step_ms"] for run in runs for rank in run["step_time"]["ranks"])
         assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(expected, rel=1e-3)

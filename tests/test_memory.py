@@ -19,6 +19,7 @@ from harness.run.engines import CHAPTERS
 from harness.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
 from harness.teach.articles.on_memory import dry as articles_dry
 
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -30,7 +31,7 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
 
 @pytest.mark.parametrize(
     "name, gigabytes",
-    (*(pytest.param(*row, marks=pytest.mark.thorough) for row in (("zero1", 63), ("zero2", 38.5))), ("zero3", 14)),
+    (thorough("zero1", 63), thorough("zero2", 38.5), ("zero3", 14)),
 )
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     row = articles_dry(name)  # run once for this and for the articles' tests
@@ -75,8 +76,8 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     "ranks, more",
     (
         (1, []),
-        pytest.param(3, ["--dtype", "bf16"], marks=pytest.mark.thorough),
-        pytest.param(8, ["--checkpoint-activations", "--batch", "3"], marks=pytest.mark.thorough),
+        thorough(3, ["--dtype", "bf16"]),
+        thorough(8, ["--checkpoint-activations", "--batch", "3"]),
     ),
     ids=str,
 )
@@ -91,8 +92,8 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
     "name, preset, more",
     [
         ("ddp", "tiny", []),
-        pytest.param("ddp", "tiny", ["--dtype", "bf16"], marks=pytest.mark.thorough),
-        pytest.param("ddp", "tiny", ["--checkpoint-activations"], marks=pytest.mark.thorough),
+        thorough("ddp", "tiny", ["--dtype", "bf16"]),
+        thorough("ddp", "tiny", ["--checkpoint-activations"]),
         *((stage, "toy", []) for stage in CHAPTERS),
     ],
     ids=str,
@@ -176,17 +177,23 @@ def test_real_allocations_are_close_to_the_dry_run(name):
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
 
 
+@pytest.fixture
+def free(monkeypatch):
+    """`free(1000)`: so many bytes are free."""
+    return lambda nbytes: monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (nbytes, "here"))
+
+
 ASKED = {"engines": ["ddp", "zero3"], "batch": 4, "timed_steps": 0, "anyway": False}
 
 
 @pytest.mark.parametrize("name", ("toy", "tiny"))
-def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
+def test_what_a_command_needs_is_what_the_dry_run_says(name, free):
     """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
     asked = argparse.Namespace(**ASKED, preset=name)
     need = 2 * dry("ddp", "2", "--preset", name, "--batch", "4")["peak_bytes"]
-    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need, "here"))
+    free(need)
     enough_memory.refuse_too_large(asked, 2, "cpu")
-    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (need - 1, "here"))
+    free(need - 1)
     take = {"toy": "a smaller model or batch", "tiny": "--preset toy"}[name]
     with pytest.raises(ValueError, match=rf"2 rank\(s\) need .* MB each, .* are free here: take {take}, or --anyway"):
         enough_memory.refuse_too_large(asked, 2, "cpu")
@@ -194,21 +201,21 @@ def test_what_a_command_needs_is_what_the_dry_run_says(name, monkeypatch):
     enough_memory.refuse_too_large(asked, 2, "cpu")
 
 
-def test_what_fits_is_named_beside_a_shape_of_ones_own(monkeypatch):
-    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2e8, "here"))
+def test_what_fits_is_named_beside_a_shape_of_ones_own(free):
+    free(2e8)
     for shape, take in (([], "--preset toy"), (["--width", "8192"], "a smaller model")):
         asked = bench.arguments(["--preset", "70b", *shape])
         with pytest.raises(ValueError, match=f"take {take}"):
             enough_memory.refuse_too_large(asked, 2, "cpu")
 
 
-def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, free):
     asked = argparse.Namespace(**ASKED, preset="toy")
     need = dry("ddp", "4", "--preset", "toy", "--batch", "4")["peak_bytes"]
     monkeypatch.setattr(enough_memory.accelerator, "count", lambda: 2)
-    monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (2 * need, "on the GPU"))
+    free(2 * need)
     enough_memory.refuse_too_large(asked, 4, "cuda:0")
-    with pytest.raises(ValueError, match=r"3 rank\(s\) need .* on the GPU"):
+    with pytest.raises(ValueError, match=r"3 rank\(s\) need .* here"):
         enough_memory.refuse_too_large(asked, 6, "cuda:0")
 
 

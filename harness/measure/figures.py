@@ -14,16 +14,15 @@ from harness.measure.pictures_of_steps import lanes, losses, sweeps  # noqa: F40
 from harness.measure.style import BELOW, SAID, TIMES, headline, key, new, save, stacked
 
 
-def step_time(results: list[tuple[str, dict]]):
+def step_time(*results: dict):
     """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
-    first = results[0][1]
-    rows = []
+    first, rows = results[0], []
     for name, made in first["runs"].items():
         if name != "single":
             rows += [(name, place) for place in range(len(made["step_time"]["ranks"]))]
     figure, grid = new(1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
     seen = set()
-    for axes, (title, report) in zip(grid[0], results):
+    for axes, report in zip(grid[0], results):
         for position, (name, place) in enumerate(rows):
             rank = report["runs"][name]["step_time"]["ranks"][place]
             parts = {part: rank[f"{part}_ms"] for part in ("compute", "host", "optimizer", "waiting")}
@@ -31,14 +30,14 @@ def step_time(results: list[tuple[str, dict]]):
             shown = {part: parts[part] for part in TIMES if parts.get(part)}
             stacked(axes, position, shown, 0.82)
             seen |= {*shown}
-        axes.set(title=title, xlabel="ms of a step (mean)")
+        axes.set(title=_delay(report), xlabel="ms of a step (mean)")
         axes.grid(axis="x")
     grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
     grid[0][0].set_ylabel("engine and rank")
     grid[0][0].invert_yaxis()
     figure.legend(handles=key([part for part in TIMES if part in seen], SAID["in_full"]), **BELOW)
     finding = "Where the time of a step goes"
-    if any(report["slow_rank"] for _, report in results):
+    if any(report["slow_rank"] for report in results):
         finding = "One slow rank makes all steps longer: the others wait for it"
     shape = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
     headline(figure, finding, f"{shape}, {first['batch']} x {first['seq']} tokens per rank")
@@ -57,7 +56,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 FIGURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
-def load(name: str, paths: list[str]):
+def load(name: str, paths: list[str]) -> list[dict]:
     """What the figure `name` is drawn from. Raises ValueError for a file that is not there or of another kind."""
     loaded = []
     for path in paths:
@@ -65,16 +64,12 @@ def load(name: str, paths: list[str]):
             loaded.append(json.loads(Path(path).read_text()))
         except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
             raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
-    if name == "lanes":
-        return [(trace["otherData"]["title"], trace) for trace in loaded]
-    if name == "step-time":
-        return [(_delay(report), report) for report in loaded]
-    return loaded[0]
+    return loaded
 
 
 def picture(name: str, paths: list[str]):
     """The figure `name` of the results in these files."""
-    return globals()[FIGURES[name]["draw"]](load(name, paths))
+    return globals()[FIGURES[name]["draw"]](*load(name, paths))
 
 
 def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:

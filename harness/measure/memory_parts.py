@@ -91,7 +91,7 @@ class PartsLedger(MemoryLedger):
             # What is empty now are somebody's whole parameters, freed.
             self._part.setdefault(number, BATCH if nbytes else GATHERED)
             if nbytes:
-                self._events.append((number, nbytes, "", "", "", self.clock()))
+                self._note(number, nbytes)
         self.reset_peak()
 
     def moments(self) -> Iterator[Moment]:
@@ -138,12 +138,14 @@ class PartsLedger(MemoryLedger):
             self._growing.add(key)
 
     def _set(self, key: int, nbytes: int) -> None:
-        self._note(key, nbytes)
+        if nbytes != self._bytes[key]:
+            self._note(self._number[key], nbytes)
         super()._set(key, nbytes)
 
     def _gone(self, key: int) -> None:
-        self._note(key, 0)
-        self._number.pop(key, None)
+        number = self._number.pop(key, None)
+        if self._bytes.get(key):
+            self._note(number, 0)
         self._growing.discard(key)
         super()._gone(key)
 
@@ -164,11 +166,9 @@ class PartsLedger(MemoryLedger):
         place = {"phase": self._where.phase, "step": self._where.step, "module": self._where.module()}
         self.failed = replace(self.failed or NOTHING, **place)
 
-    def _note(self, key: int, nbytes: int) -> None:
-        if nbytes == self._bytes.get(key, 0):
-            return
+    def _note(self, number: int, nbytes: int) -> None:
         where = self._where.phase, self._where.step, self._where.module()
-        self._events.append((self._number[key], nbytes, *where, self.clock()))
+        self._events.append((number, nbytes, *where, self.clock()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.replace("::", ".")

@@ -6,21 +6,21 @@ from collections import defaultdict
 from harness.measure.style import BELOW, INK, LANES, PAPER, SAID, engine_look, headline, key, look, new
 
 
-def lanes(results: list[tuple[str, dict]]):
+def lanes(*traces: dict):
     """Per rank: what it computes, and which collectives are under way, from traces; below, the live memory."""
-    read, heights = [_read(trace) for _, trace in results], []
+    read, heights = [*map(_read, traces)], []
     for _, live in read:
         heights += [2 * len(live) + 0.6, 2]
-    height = 0.62 * sum(heights[::2]) + 1.3 * len(results) + 1.3
+    height = 0.62 * sum(heights[::2]) + 1.3 * len(traces) + 1.3
     figure, grid = new(len(heights), height=height, gridspec_kw={"height_ratios": heights})
-    for (title, _), (rows, live), axes, strip in zip(results, read, grid[::2], grid[1::2]):
+    for trace, (rows, live), axes, strip in zip(traces, read, grid[::2], grid[1::2]):
         # Each trace on a scale of its own: one step says nothing about speed.
         latest = max(start + length for _, start, length, *_ in sum(rows.values(), []))
         for place, row in enumerate(rows):
             _draw_row(axes, place, rows[row], latest)
         axes.set_yticks(range(len(rows)), [f"rank {rank} {what}" for rank, what in rows])
         axes.set_ylim(len(rows) - 0.4, -0.8)
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(trace["otherData"]["title"], loc="left", fontsize=10)
         axes.set(xlim=(0, 1.02 * latest), xticklabels=[])
         for rank, points in live.items():
             style = ("-", ":", "--", "-.")[rank % 4]

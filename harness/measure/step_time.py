@@ -83,22 +83,19 @@ def _changes(operations, updates, waits, collectives) -> list[tuple]:
 def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) -> list[float]:
     """When the last rank issued each of `rank`'s collectives, in their order.
 
-    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock.
+    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock. A
+    collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
     """
-    numbered = [by_number(own) for own in issued]
-    return [max(numbered[other].get(key, start) for other in key[0]) for key, start in numbered[rank].items()]
-
-
-def by_number(own: list[tuple[tuple[int, ...], float]]) -> dict[tuple, float]:
-    """{(ranks that take part, number): when it was issued}, in order, of one rank's collectives.
-
-    A collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
-    """
-    found, seen = {}, Counter()
-    for ranks, start in own:
-        found[ranks, seen[ranks]] = start
-        seen[ranks] += 1
-    return found
+    latest, of_rank = {}, []
+    for other, own in enumerate(issued):
+        seen = Counter()
+        for ranks, start in own:
+            key = ranks, seen[ranks]
+            seen[ranks] += 1
+            latest[key] = max(start, latest.get(key, start))
+            if other == rank:
+                of_rank.append(key)
+    return [latest[key] for key in of_rank]
 
 
 def machine() -> str:

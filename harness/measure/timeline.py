@@ -25,8 +25,9 @@ class Span:
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
     unit or bucket of a collective, where `on_collective` has found it out (harness/measure/collective_names.py).
-    `later` says of a collective that it was issued to be waited for later (`async_op`), `number` is its place in
-    `Timeline.collectives`. Its bytes move when the last of its ranks has issued it: `moves`, filled in by step_time.py.
+    `later` says of a collective that it was issued to be waited for later (`async_op`), `hides` that the rank has
+    multiplied matrices before somebody waited for it. `number` is its place in `Timeline.collectives`. Its bytes move
+    when the last of its ranks has issued it: `moves`, filled in by step_time.py.
 
     While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
     """
@@ -40,6 +41,7 @@ class Span:
     ranks: tuple[int, ...] = ()
     told: bool = True
     later: bool = True
+    hides: bool = False
     unit: str = ""
     number: int = -1
     moves: float = 0.0
@@ -83,8 +85,6 @@ class Timeline(TorchDispatchMode):
         self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
         self.waits: list[Wait] = []
         self._futures: list[tuple] = []  # (future, span) of collectives under way
-        self._products = 0  # matrix products until now
-        self._products_at: list[list] = []  # their number when each collective was issued, and when it was waited for
         self._stream = None  # on CUDA the one that computes
         self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
         self.on_collective = lambda span, args: None  # called when a collective is issued
@@ -124,7 +124,8 @@ class Timeline(TorchDispatchMode):
                 self._collective(kind, args, result, start, was_async(func, args))
             return result
         if func._schema.name in PRODUCTS:
-            self._products += 1
+            for _, span in self._under_way.values():
+                span.hides = True
         begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
         last = self._computing
         if last is None or (last.name, last.step) != at_work:
@@ -140,13 +141,8 @@ class Timeline(TorchDispatchMode):
         return not self._gpu or self._gpu.current_stream() == self._stream
 
     def computed_meanwhile(self, *kinds: str) -> list[bool]:
-        """For each collective of these kinds that was issued to be waited for later, in order: has this rank multiplied
-        matrices before somebody waited for it?"""
-        found = []
-        for span, (issued, waited) in zip(self.collectives, self._products_at):
-            if span.name in kinds and span.later:
-                found.append((self._products if waited is None else waited) > issued)
-        return found
+        """Which collectives of these kinds that were issued to be waited for later hide behind matrix products."""
+        return [span.hides for span in self.collectives if span.name in kinds and span.later]
 
     def _collective(self, kind: str, args, result, start, later: bool) -> None:
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
@@ -155,7 +151,6 @@ class Timeline(TorchDispatchMode):
         self.spans.append(span)
         self.collectives.append(span)
         self.on_collective(span, args)
-        self._products_at.append([self._products, None])
         for work in works_in(result):
             if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
                 self._computing = None
@@ -201,7 +196,6 @@ class Timeline(TorchDispatchMode):
             finally:
                 _, span = timeline._under_way.pop(id(work), (None, None))
                 if span is not None:
-                    timeline._products_at[span.number][1] = timeline._products
                     timeline._ended(span)
                     if timeline._is_computing():
                         timeline.waits.append(Wait(start, timeline.now(), span))
