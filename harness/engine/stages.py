@@ -74,16 +74,15 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         """Step 3, as in the chapter: in the reduce dtype, over replicas, to the host, and once."""
         if self.gradients_are_reduced:  # `clip_grad_norm_` needs the averages and has called this; none came since
             return self.require_all()  # but somebody may have written into the weights
-        works = []
+        started = []
         for bucket in self.buckets:
             if bucket.divisors[0] > 1:
                 bucket.gradient.div_(bucket.divisors[0])
-            work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
-            works.append(NamedWork(work, "all-reduce", bucket))
-        for bucket, work in zip(self.buckets, works):
+            started.append(self.start_sum(bucket))
+        for bucket, (work, total) in zip(self.buckets, started):
             work.wait()
-            bucket.gradient.div_(bucket.divisors[1])
-            own = bucket.gradient[bucket.own]
+            total.div_(bucket.divisors[1])
+            own = total if len(total) == bucket.shard_numel else total[bucket.own]
             if self.placement.elsewhere:
                 own = self.placement.final_shard(bucket, own)
             for piece, part in zip(bucket.pieces, bucket.cut(own)):
@@ -91,6 +90,11 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         self.require_all()
         for bucket in self.buckets:
             bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
+
+    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor]:
+        """Start to add up the ranks' gradients: (the work, where the sum will be, whole or this rank's shard of it)."""
+        work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
+        return NamedWork(work, "all-reduce", bucket), bucket.gradient
 
 
 class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):

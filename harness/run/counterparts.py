@@ -188,19 +188,7 @@ def _large(model: nn.Module):
 class ZeRO1By2Psi(ZeRO1Engine):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
-    def reduce_gradients(self) -> None:
-        if self.gradients_are_reduced:
-            return self.require_all()
-        works = []
-        for bucket in self.buckets:
-            shard = bucket.gradient.new_empty(bucket.shard_numel)
-            if bucket.divisors[0] > 1:
-                bucket.gradient.div_(bucket.divisors[0])
-            work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
-            works.append((shard, NamedWork(work, "reduce-scatter", bucket)))
-        for bucket, (shard, work) in zip(self.buckets, works):
-            work.wait()
-            shard.div_(bucket.divisors[1])
-            for piece, part in zip(bucket.pieces, bucket.cut(shard)):
-                piece.grad = part.to(piece.dtype)
-        self.require_all()
+    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor]:
+        shard = bucket.gradient.new_empty(bucket.shard_numel)
+        work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
+        return NamedWork(work, "reduce-scatter", bucket), shard
