@@ -13,6 +13,8 @@ A bucket has names, params, offsets, numel, shard_numel, flat and shard, and per
 An engine that keeps its state elsewhere has a `held_tensors()` of its own.
 """
 
+from itertools import accumulate
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -129,9 +131,5 @@ def unit_names(model: nn.Module) -> set[str]:
 
 def unit_of(module: str, units: set[str]) -> str:
     """The unit among `units` that the module named `module` lies in, or ""."""
-    parts = module.split(".")
-    for end in range(len(parts)):
-        prefix = ".".join(parts[: end + 1])
-        if prefix in units:
-            return prefix
-    return ""
+    prefixes = accumulate(module.split("."), "{}.{}".format)
+    return next((prefix for prefix in prefixes if prefix in units), "")
