@@ -133,33 +133,26 @@ def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
     assert (low["sent_bytes"] < full["sent_bytes"]) == (name != "ddp")
 
 
-def test_which_gpu_is_enough():
-    at_most = (24 - 2) * 10**9 / 1.05  # live bytes; 5% for gaps and 2 GB for CUDA and NCCL are assumed beside them
-    assert gpus.fits_on(at_most - 1) == [24, 40, 80, 141]
-    assert gpus.fits_on(at_most + 1) == [40, 80, 141]
-    assert gpus.fits_on(139 * 10**9) == []
+@pytest.mark.parametrize("peak, fits", TABLES["fits"])
+def test_which_gpu_is_enough(peak, fits):
+    assert gpus.fits_on(peak) == fits
 
 
-def test_out_of_memory_is_a_row(monkeypatch):
+def test_out_of_memory_is_a_row_and_what_there_is_is_kept_after_each_engine(monkeypatch):
     def full(name, options, device):
         if name == "ddp":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has 1 GiB.")
         return plain(name, options, device)
 
-    plain = dry_run.watched_row
+    plain, kept = dry_run.watched_row, []
     monkeypatch.setattr(dry_run, "watched_row", full)
-    results = memory.measure_all(memory.arguments(["--preset", "toy", "--engines", "ddp,zero3"]))
+    options = memory.arguments(["--preset", "toy", "--engines", "ddp,zero3"])
+    results = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert results["engines"]["ddp"] == {"out_of_memory": "CUDA out of memory"}
     assert "ddp: OUT OF MEMORY here. CUDA out of memory" in all_tables(results)
     assert "zero3: from 24 GB on" in all_tables(results)
-
-
-def test_a_dry_run_keeps_what_it_has_after_each_engine():
-    kept = []
-    options = memory.arguments(["--preset", "toy", "2", "--engines", "zero1,zero3"])
-    last = memory.measure_all(options, keep=lambda found: kept.append(json.loads(json.dumps(found))))
-    assert [list(found["engines"]) for found in kept] == [["zero1"], ["zero1", "zero3"]]
-    assert kept[-1] == json.loads(json.dumps(last))
+    assert [list(found["engines"]) for found in kept] == [["ddp"], ["ddp", "zero3"]]
+    assert kept[-1] == json.loads(json.dumps(results))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

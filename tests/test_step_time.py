@@ -140,14 +140,8 @@ def test_the_last_rank_to_issue_is_looked_for_in_the_collectives_own_group():
         assert step_time.last_issues(issued, rank) == [last for *_, last in own]
 
 
-def step(own: float, waiting: float) -> dict:
-    return {"step": own + waiting, "compute": own, "optimizer": 0.0, "host": 0.0, "waiting": waiting, "exposed": {},
-            "overlapped": {}, "told_late": []}  # fmt: skip
-
-
 def test_who_is_the_slowest_and_where():
-    slow = [step(0.3, 0.0), step(0.2, 0.1), step(0.5, 0.0)]
-    fast = [step(0.1, 0.2), step(0.25, 0.05), step(0.1, 0.4)]
+    slow, fast = ([TABLES["nothing"] | step for step in steps] for steps in TABLES["two_ranks"])
     found = step_time.summary([fast, slow, fast])
     assert [rank["step_ms"] for rank in found["ranks"]] == pytest.approx([1100 / 3] * 3, abs=0.001)
     assert (found["slowest_rank"], found["slowest_in_steps"]) == (1, [1, 3])

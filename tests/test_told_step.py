@@ -68,7 +68,6 @@ def test_micro_batches_are_numbered():
     from harness.measure.told_step import Story
 
     several, one = Story(None, None, 2), Story(None, None)
-    told = [several.numbered(step) for step in ("1 forward", "2 backward", "1 forward", "3 reduce gradients")]
-    numbered = ["Step 1 forward, micro-batch 1 of 2", "Step 2 backward, micro-batch 1 of 2"]
-    assert told == [*numbered, "Step 1 forward, micro-batch 2 of 2", "Step 3 reduce gradients"]
+    for step, numbered in TABLES["numbered"]:
+        assert several.numbered(step) == numbered
     assert one.numbered("1 forward") == "Step 1 forward"

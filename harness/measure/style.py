@@ -25,9 +25,7 @@ for _name, _bytes in MOVES.items():
     COLOURS[_name] = COLOURS[_bytes]
     HATCHES.setdefault(_name, HATCHES.get(_bytes, ""))
 
-IN_FULL = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}
-OVER_LINES = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # a box for words that cross lines
-BELOW = {"loc": "outside lower center", "ncols": 4}  # where a figure's legend stands
+IN_FULL, OVER_LINES, BELOW = SAID["units"], SAID["over_lines"], SAID["below"]
 
 
 def new(rows: int, columns: int = 1, height: float = 4.5, **options):
