@@ -206,6 +206,13 @@ class SendingEngine(Engine):
             self.receive()
             self.in_flight = EngineReduction(bucket)
 
+    @not_compiled
+    def zero_grad(self) -> None:
+        self.receive()  # of a backward that did not finish
+        self.forget_gradients()
+        self.begin_backward()
+        self.backward_number = None
+
     def reduce_gradients(self) -> None:
         """Normally nothing is left: at the end of backward `end_backward` has received what was sent last."""
         self.receive()

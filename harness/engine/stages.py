@@ -132,10 +132,3 @@ class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):
                 self.gradients_are_reduced = self.gradients_are_reduced and not self.sync
         if self.sync:
             self.send_complete()
-
-    @not_compiled
-    def zero_grad(self) -> None:
-        self.receive()
-        self.forget_gradients()
-        self.begin_backward()
-        self.backward_number = None  # also of a backward that did not finish

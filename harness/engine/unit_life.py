@@ -444,14 +444,11 @@ class UnitLife(SendingEngine, zero3.ZeRO3):
 
     @not_compiled
     def zero_grad(self) -> None:
-        self.receive()  # of a backward that did not finish
         if self.in_forward and not is_running(self.running):
             self.forget_forward()
         if self.backward_number is not None:
             self.free_all()
-        self.forget_gradients()
-        self.begin_backward()
-        self.backward_number = None
+        super().zero_grad()
 
 
 class ZeRO3Engine(UnitLife):

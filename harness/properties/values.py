@@ -191,15 +191,15 @@ class Events:
     def __init__(self, memory: MemoryLedger | None):
         self.memory, self.found = memory, []
 
-    def note(self, what) -> None:
+    def note(self, what):
         self.found.append((what, self.memory and self.memory.live))
 
-    def begins(self, step, depth) -> None:
+    def begins(self, step, depth):
         """Nothing that counts: a unit without parameters has its steps, too."""
 
     ends = begins
 
-    def sends(self, collective, depth) -> None:
+    def sends(self, collective, depth):
         self.note(collective)
 
     def waits(self):
