@@ -575,10 +575,8 @@ class ZeRO3Engine(UnitLife):
         if self.find_unused and in_backward() and visit in self.asked and visit.unit is not self.root:
             self.finish_work(visit.unit)
             self.at_work = visit.unit
-            if visit.unit not in self.waiting:  # sent already, and backward comes to it once more
-                self.waiting.append(visit.unit)
         super().come(visit)
-        if self.find_unused and visit.unit not in self.waiting:
+        if self.find_unused and visit.unit not in self.waiting:  # sent already, and backward comes to it once more
             self.waiting.append(visit.unit)
 
     def may_be_over(self, unit) -> None:
