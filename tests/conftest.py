@@ -78,8 +78,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: left to CI, and to who names it (tests/long.txt, --long)")
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
-    if hasattr(config, "workerinput"):  # a worker of xdist's: what is left out was said to it
-        return
     asked = [f"({config.option.markexpr})"] if config.option.markexpr else []  # by -m
     if not config.option.thorough:
         asked.append("not thorough")
