@@ -38,8 +38,8 @@ OF_ENGINES = {
     "step 5 waits": (*STEP_5, {"zero1": {}, "zero2": {}}),
     "step 3 waits in ZeRO-1": (
         "harness.engine.stages",
-        f"{WAIT}            bucket.gradient.div_",
-        "bucket.gradient.div_",
+        f"{WAIT}            total.div_",
+        "total.div_",
         {"zero1": {}},
     ),
     "step 3 waits": (
