@@ -15,7 +15,7 @@ from harness.engine.checkpoint import files
 from harness.run import process_group, train
 from harness.run.endings import LAUNCHER
 
-write, FOR_EVER = files.write, 10**6
+write = files.write
 
 
 def comes(trouble: str, step: int) -> bool:
@@ -24,6 +24,10 @@ def comes(trouble: str, step: int) -> bool:
         return False
     file.unlink()
     return True
+
+
+def hang() -> None:
+    time.sleep(10**6)
 
 
 class Dropping(train.GPT):
@@ -38,7 +42,7 @@ class Disturbed(train.Training):
         if self.me.rank == 1 and comes("hang", self.step):
             time.sleep(1)  # so the other rank is the first to say where it waits
             self.progress()
-            time.sleep(FOR_EVER)
+            hang()
         if self.me.rank == 1 and comes("stop", self.step):
             os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes
             os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
@@ -48,7 +52,7 @@ class Disturbed(train.Training):
 def hang_and_write(state, *args):
     about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
     if about and comes("hang_in_save", about["step"]):
-        time.sleep(FOR_EVER)
+        hang()
     return write(state, *args)
 
 

@@ -79,10 +79,9 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
             if bucket.divisors[0] > 1:
                 bucket.gradient.div_(bucket.divisors[0])
             started.append(self.start_sum(bucket))
-        for bucket, (work, total) in zip(self.buckets, started):
+        for bucket, (work, total, own) in zip(self.buckets, started):
             work.wait()
             total.div_(bucket.divisors[1])
-            own = total if len(total) == bucket.shard_numel else total[bucket.own]
             if self.placement.elsewhere:
                 own = self.placement.final_shard(bucket, own)
             for piece, part in zip(bucket.pieces, bucket.cut(own)):
@@ -91,10 +90,10 @@ class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
         for bucket in self.buckets:
             bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
 
-    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor]:
-        """Start to add up the ranks' gradients: (the work, where the sum will be, whole or this rank's shard of it)."""
+    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor, torch.Tensor]:
+        """Start to add up the ranks' gradients: (the work, where the sum will be, this rank's part of that: a view)."""
         work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
-        return NamedWork(work, "all-reduce", bucket), bucket.gradient
+        return NamedWork(work, "all-reduce", bucket), bucket.gradient, bucket.gradient[bucket.own]
 
 
 class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):

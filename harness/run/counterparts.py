@@ -188,7 +188,7 @@ def _large(model: nn.Module):
 class ZeRO1By2Psi(ZeRO1Engine):
     """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
 
-    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor]:
+    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor, torch.Tensor]:
         shard = bucket.gradient.new_empty(bucket.shard_numel)
         work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
-        return NamedWork(work, "reduce-scatter", bucket), shard
+        return NamedWork(work, "reduce-scatter", bucket), shard, shard

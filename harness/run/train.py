@@ -43,8 +43,8 @@ def arguments(argv=None) -> argparse.Namespace:
         few = f"--global-batch {options.global_batch} is too small"
         raise ValueError(f"{few}: {ranks} rank(s) need {ranks} or more sequences per step")
     for line in journal.read(options.folder)[-1:]:
-        if line["preset"] != options.preset:
-            raise ValueError(f"--folder {str(options.folder)!r} has a run of --preset {line['preset']}: take another")
+        if (other := line.get("preset", options.preset)) != options.preset:
+            raise ValueError(f"--folder {str(options.folder)!r} has a run of --preset {other}: take another")
     if "ZERO_PREFLIGHT" in os.environ and process_group.machines() == 1:  # of several, others may have begun this run
         journal.lock(options.folder, LEAVING).release()
     return options

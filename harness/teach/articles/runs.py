@@ -86,8 +86,8 @@ def update(engine) -> None:
 def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, optimizer_cls=SGD, **options):
     """The registry's engine over `model_of()`, as one of `ranks`, of which there is no other.
 
-    `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the
-    engine's own, also those that no command has.
+    `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the engine's own, also those that no
+    command has.
     """
     with fake_ranks(ranks, rank):
         model = model_of()
