@@ -74,7 +74,7 @@ def check(model, group, dtypes) -> None:
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             continue
-        ranks = set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+        ranks = set(dist.get_process_group_ranks(group))
         if param.device_mesh.ndim > 1 or len(ranks.intersection(param.device_mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
                 f"parameter {name!r} is a DTensor, sharded by something else over the same ranks. A stage may shard "
@@ -83,7 +83,7 @@ def check(model, group, dtypes) -> None:
             )
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(f"parameter {name!r} is a part of a sum ({param.placements}): redistribute it first")
-        if any(dtype not in (None, param.dtype) for dtype in dtypes[:1]):
+        if dtypes[0] not in (None, param.dtype):
             raise ValueError(
                 f"parameter {name!r} is a DTensor, and param_dtype={dtypes[0]} would need another one: leave "
                 "param_dtype out with tensor parallelism, or cast the whole model before parallelize_module"

@@ -52,9 +52,7 @@ class EngineParameter(nn.Parameter):
         # Writes through `.data` count nowhere. `detach` gives the same memory, and shares the parameter's counter.
         return super().detach() if self.zero_apart else _data.__get__(self)
 
-    @data.setter
-    def data(self, value):
-        _data.__set__(self, value)
+    data = data.setter(_data.__set__)  # torch's own
 
     @property
     def grad(self):
@@ -69,13 +67,7 @@ class EngineParameter(nn.Parameter):
                 )
         return gradient
 
-    @grad.setter
-    def grad(self, value):
-        _grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self):
-        _grad.__set__(self, None)
+    grad = grad.setter(_grad.__set__).deleter(_grad.__delete__)
 
     def __deepcopy__(self, memo):  # a copy belongs to no engine
         if id(self) not in memo:
@@ -105,9 +97,7 @@ class Piece(torch.Tensor):
     def data(self):
         return self.detach()  # writes through torch's own `data` count nowhere
 
-    @data.setter
-    def data(self, value):
-        _data.__set__(self, value)
+    data = data.setter(_data.__set__)
 
     @property
     def grad(self):
@@ -121,9 +111,7 @@ class Piece(torch.Tensor):
                 )
         return _grad.__get__(self)
 
-    @grad.setter
-    def grad(self, value):
-        _grad.__set__(self, value)
+    grad = grad.setter(_grad.__set__)
 
 
 # torch's optimizers work on all tensors at once (foreach, fused) if they know their class. DTensor adds itself, too.
@@ -241,7 +229,7 @@ def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """`param.grad`, which is None from now on."""
     gradient = _grad.__get__(param)
     _grad.__set__(param, None)
-    return local_gradient(gradient) if isinstance(gradient, DTensor) else gradient
+    return local_gradient(gradient)
 
 
 def drop_gradients(params) -> None:
