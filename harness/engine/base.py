@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.engine import gradients, optimizer, state
 from harness.engine.bucket import EngineReduction
-from harness.engine.hooks import not_compiled
+from harness.engine.hooks import WeakHook, not_compiled, when_backward_ends
 from harness.engine.options.placement import Placement
 from harness.engine.safety import guard, refusals
 from harness.engine.safety.waiting import name_some
@@ -200,6 +200,13 @@ class Engine:
 
 class SendingEngine(Engine):
     """What ZeRO-2 and ZeRO-3 have in common: gradients are sent while backward goes on."""
+
+    def notice_backward(self) -> None:
+        """A backward shows a sign. Autograd has no hook for its end: at the first sign a callback is queued."""
+        if self.backward_number is None:
+            self.backward_number = when_backward_ends(WeakHook(self.end_backward))
+            self.backward_brought = False
+            self.begin_backward()
 
     def send(self, bucket) -> None:
         with record_function("step 3 reduce gradients"):

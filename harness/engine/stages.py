@@ -9,7 +9,7 @@ import zero2
 from harness.engine import state
 from harness.engine.base import Engine, SendingEngine
 from harness.engine.bucket import EngineBucket
-from harness.engine.hooks import WeakHook, not_compiled, when_backward_ends
+from harness.engine.hooks import not_compiled
 from harness.engine.options import precision
 from harness.engine.safety import guard
 from harness.engine.safety.unchanged import Look
@@ -113,13 +113,6 @@ class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):
         else:
             bucket.keep(index)
             bucket.missing.discard(index)
-
-    def notice_backward(self) -> None:
-        """A backward shows its first sign. Autograd has no hook for its end, so queue a callback."""
-        if self.backward_number is None:
-            self.backward_number = when_backward_ends(WeakHook(self.end_backward))
-            self.backward_brought = False
-            self.begin_backward()
 
     def end_backward(self) -> None:
         """What waits for gradients that do not come is final now, if it may be: with zeros for these on this rank."""

@@ -17,7 +17,7 @@ import zero3
 from harness.engine import state
 from harness.engine.base import SendingEngine
 from harness.engine.bucket import EngineUnit
-from harness.engine.hooks import WeakHook, in_backward, not_compiled, tensors_in, when_backward_ends
+from harness.engine.hooks import WeakHook, in_backward, not_compiled, tensors_in
 from harness.engine.options import meta, precision
 from harness.engine.safety import guard
 from harness.engine.safety.unchanged import Look, address_of, moved_message
@@ -331,17 +331,14 @@ class UnitLife(SendingEngine, zero3.ZeRO3):
     # Backward.
 
     def notice_backward(self) -> None:
-        """A backward shows a sign. At the first one autograd is asked to tell its end."""
-        if self.backward_number is not None:
-            refuse_reentrant(self.backward_number != torch._C._current_graph_task_id())
+        if self.backward_number is None:
+            super().notice_backward()
         else:
-            self.asked, self.at_work, self.waiting = set(), None, list(self.all_units)
-            self.backward_number = when_backward_ends(WeakHook(self.end_backward))
-            self.backward_brought = False
-            self.begin_backward()
+            refuse_reentrant(self.backward_number != torch._C._current_graph_task_id())
 
     def begin_backward(self) -> None:
         """All gradients are still to come; none, where the whole model is frozen for a while."""
+        self.asked, self.at_work, self.waiting = set(), None, list(self.all_units)
         for bucket in self.buckets:
             bucket.missing = set() if self.look.frozen else set(range(len(bucket.params)))
         for unit in self.all_units:

@@ -56,6 +56,5 @@ def lock(folder: Path, seconds: float) -> FileLock:
     try:
         held.acquire(timeout=seconds)
     except Timeout:
-        used = f"--folder {str(folder)!r} is in use by a run"
-        raise ValueError(f"{used}: stop it first, or take another --folder") from None
+        raise ValueError(f"--folder {str(folder)!r} is in use by a run: stop it first, or take another") from None
     return held
