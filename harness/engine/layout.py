@@ -2,12 +2,15 @@
 
 from collections import OrderedDict
 
-from torch import nn
-
 
 def plain_name(key: str) -> str:
     """A name without what torch.compile and activation checkpointing put into it: that is how torch saves it."""
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def name_of(path: tuple) -> str:
+    """The name in a checkpoint of what has this path in the state that is saved."""
+    return ".".join(map(str, path))
 
 
 def in_three(engine) -> tuple[dict, dict, dict]:
@@ -16,16 +19,16 @@ def in_three(engine) -> tuple[dict, dict, dict]:
     The last are values that modules save besides their tensors (`get_extra_state`). Nothing is copied, and a freed
     parameter is not touched.
     """
-    keepers, sharded = {}, set()
+    modules, sharded = {}, set()
     for name, module in engine.model.named_modules(remove_duplicate=False):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            keepers[plain_name(f"{name}._extra_state".removeprefix("."))] = module
+        modules[plain_name(f"{name}.").removeprefix(".")] = module  # of a wrapper and what is in it, the latter
     for bucket in engine.all_buckets:
         sharded.update(map(id, bucket.params))
     params, buffers, extras = {}, {}, {}
     for key, value in engine.model.state_dict(keep_vars=True).items():
-        if plain_name(key) in keepers:
-            extras[key] = keepers[plain_name(key)], value
+        owner = plain_name(key).removesuffix("_extra_state")
+        if owner in modules:
+            extras[key] = modules[owner], value
         elif id(value) in sharded:
             params[key] = value
         else:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.engine.all_or_none import all_or_none, on_all
 from harness.engine.checkpoint.reader import METADATA, SUMS, Folder, complete, sha256
+from harness.engine.layout import name_of
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -28,15 +29,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """torch's planner, which need not find out what stays in one piece. `paths` are {name of a value: its path}."""
-
-    def __init__(self, paths: dict[str, tuple]):
-        super().__init__(dedup_save_to_lowest_rank=True)
-        self.paths = paths
+    """torch's planner, which need not find out what stays in one piece: it is given {path of a value: the value}."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
         super().set_up_planner({}, storage_meta, is_coordinator)
-        self.state_dict, self.mappings = state_dict, self.paths
+        for path, value in state_dict.items():
+            name = name_of(path)
+            self.state_dict[name] = value
+            self.mappings[name] = path
 
 
 def new_folder(folder, keep) -> Path:
@@ -59,11 +59,10 @@ def new_folder(folder, keep) -> Path:
 
 def write(state: dict[tuple, object], path: Path, keep, rank: int, group) -> int:
     """Write this rank's part of the checkpoint, and make it complete together. Returns this rank's bytes."""
-    writer, paths = _Writer(path), {".".join(map(str, path)): path for path in state}
+    planner = _Planner(dedup_save_to_lowest_rank=True)
     try:
         try:
-            named = {name: state[paths[name]] for name in paths}
-            dcp.save(named, storage_writer=writer, planner=_Planner(paths), process_group=group)
+            dcp.save(state, storage_writer=_Writer(path), planner=planner, process_group=group)
         except CheckpointException as error:  # the same one on all ranks, with what each has met
             met = "; ".join(f"rank {other}: {found[0]!r}" for other, found in error.failures.items())
             raise RuntimeError(f"no checkpoint {path.stem} ({met}); the earlier ones are as they were") from None

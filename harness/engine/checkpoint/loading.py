@@ -1,7 +1,6 @@
 """Whether a checkpoint fits an engine, and how it is put into one."""
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 
 from harness.engine.all_or_none import all_or_none, on_all
@@ -34,14 +33,11 @@ def _install(engine, modules, values, options, state, extra) -> dict:
     take_in(engine, modules, values)
     for group, there in zip(engine.optimizer.param_groups, options):
         group.update(there)
-    groups = {}  # id of a piece -> the group it is in
-    for group in engine.optimizer.param_groups:
-        groups.update((id(piece), group) for piece in group["params"])
-    for piece, own in state:
-        on_device = groups[id(piece)].get("capturable") or groups[id(piece)].get("fused")
-        engine.optimizer.state.pop(piece, None)
-        if own:
-            engine.optimizer.state[piece] = _placed(own, piece.device, numbers=on_device)
+        on_device = group.get("capturable") or group.get("fused")
+        for piece in group["params"]:
+            engine.optimizer.state.pop(piece, None)
+            if own := state.get(piece):
+                engine.optimizer.state[piece] = _placed(own, piece.device, numbers=on_device)
     engine.shards_changed()
     return extra
 
@@ -54,19 +50,17 @@ def _placed(state: dict, device, numbers: bool) -> dict:
 def _read(engine, source: Folder) -> tuple:
     """All values of this rank, in memory of their own: (what modules take, pairs (place, value), optimizer, extra)."""
     params, buffers, extras = with_plain_names(engine)
-    saved, wanted = source.tree.get("model", {}), {}  # wanted: name in the checkpoint -> what it is read into
+    saved, wanted = source.model, {}  # wanted: name in the checkpoint -> what it is read into
     _require_same_model(engine, source, params | buffers, extras)
     places = [(buffer, saved[key]) for key, buffer in buffers.items()]
     for key in buffers:
         wanted[saved[key]] = source.blank(saved[key])
-    keys = {id(param): key for key, param in params.items()}
-    for _, param, piece, shape, first in pieces(engine.all_buckets):
-        name = saved[keys[id(param)]]
-        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
-        places.append((piece, name))
+    for key, _, piece, shape, first in pieces(engine.all_buckets):
+        wanted[saved[key]] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
+        places.append((piece, saved[key]))
     options = _options_of_groups(engine, source)
     state = _state_of_pieces(engine, source, wanted)
-    found = {name: getattr(value, "part", value) for name, value in source.read(wanted).items()}
+    found = source.read(wanted)
     own = source.tree.get("extra", {})
     own = own.get(str(engine.placement.rank)) or own.get("0", {})
     kept, own = source.values(({key: saved[key] for key in extras if key in saved}, own))
@@ -74,14 +68,14 @@ def _read(engine, source: Folder) -> tuple:
         [(extras[key][0], value) for key, value in kept.items()],
         [(place, found[name]) for place, name in places],
         options,
-        [(piece, tree_map(found.get, names)) for piece, names in state],
+        {piece: tree_map(found.get, names) for piece, names in state.items()},
         own,
     )
 
 
 def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> None:
     """Raises ValueError for another model's checkpoint: other names, or another dtype or shape under one."""
-    saved = source.tree.get("model", {})
+    saved = source.model
     missing = [key for key in tensors if type(saved.get(key)) is not str]
     missing += [key for key, (_, value) in extras.items() if key not in saved and value != {}]  # torch saves no {}
     unexpected = [key for key in saved if key not in tensors and key not in extras]
@@ -91,7 +85,7 @@ def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> 
     for bucket in engine.all_buckets:
         dtypes.update((id(param), bucket.shard.dtype) for param in bucket.params)
     for key, value in tensors.items():
-        found = source.blank(saved[key], "meta")
+        found = source.tensors.get(saved[key])
         there = "no tensor" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
         here = f"{dtypes.get(id(value), value.dtype)} of shape {tuple(value.shape)}"
         if there != here:
@@ -126,26 +120,26 @@ def _options_of_groups(engine, source: Folder) -> list[dict]:
     return found
 
 
-def _state_of_pieces(engine, source: Folder, wanted: dict) -> list[tuple]:
-    """(piece, names in the checkpoint) for each piece. A parameter without state has none here, too."""
+def _state_of_pieces(engine, source: Folder, wanted: dict) -> dict:
+    """{piece: names in the checkpoint}. A parameter without state has none here, too."""
     saved = source.tree["optim"].get("state", {})  # name of a parameter -> {key: name in the checkpoint}
-    shapes = {name: found.size for name, found in source.tensors.items() if isinstance(found, TensorStorageMetadata)}
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
     per_element = set()  # paths of what is as large as a parameter: moments, say, and not a step counter
     for param, own in saved.items():
-        shape = shapes[source.tree["model"][param]]
+        shape = shapes[source.model[param]]
         for path, name in tree_flatten_with_path(own)[0]:
             if shape and shapes.get(name) == shape:
                 per_element.add(path)
-    found = []
+    found = {}
     for param, _, piece, shape, first in pieces(engine.buckets):
         own = saved.get(param, {})
         for path, name in tree_flatten_with_path(own)[0]:
-            blank = source.blank(name, "meta")
+            there = source.tensors.get(name)
             if path in per_element and shapes.get(name) == shape:
-                wanted[name] = Cut.of(torch.empty(piece.shape, dtype=blank.dtype), shape, first)
-            elif blank is None or blank.numel() == 1:
+                wanted[name] = Cut.of(torch.empty(piece.shape, dtype=there.dtype), shape, first)
+            elif there is None or there.numel() == 1:
                 wanted[name] = source.blank(name)
             else:
-                raise ValueError(f"{name!r} has shape {tuple(blank.shape)}, the parameter {tuple(shape)}")
-        found.append((piece, own))
+                raise ValueError(f"{name!r} has shape {tuple(there.shape)}, the parameter {tuple(shape)}")
+        found[piece] = own
     return found

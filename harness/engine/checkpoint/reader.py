@@ -88,9 +88,13 @@ class Folder:
             sums = self._sums()
             self._check(METADATA, sums.get(METADATA) if check else None)
             self.metadata = contents.read((self.path / METADATA).read_bytes())
-            self.tensors = self.metadata.state_dict_metadata
-            paths = self.metadata.planner_data
-            self.tree = unflatten_state_dict({name: name for name in paths if name in self.tensors}, paths)
+            there, paths = self.metadata.state_dict_metadata, self.metadata.planner_data
+            self.tree = unflatten_state_dict({name: name for name in paths if name in there}, paths)
+            self.model = self.tree.get("model", {})
+            self.tensors = {}  # name -> a tensor of that dtype and shape, without values
+            for name, entry in there.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    self.tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if SUMS in self.metadata.storage_meta.modules and not sums:
                 raise Damaged(f"{str(self.path / SUMS)!r} is missing, so no file can be checked")
             names = {info.relative_path for info in self.metadata.storage_data.values()}
@@ -116,18 +120,15 @@ class Folder:
         if expected is not None and sha256(file) != expected:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
 
-    def blank(self, name: str, device: str = "cpu") -> torch.Tensor | None:
-        """A tensor of the shape and dtype of the one that is called `name`, to read into; None for another value."""
-        entry = self.tensors[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    def blank(self, name: str) -> torch.Tensor | None:
+        """Memory to read the tensor into that is called `name`; None for another value."""
+        found = self.tensors.get(name)
+        return None if found is None else torch.empty_like(found, device="cpu")
 
     def model_on_meta(self) -> dict[str, torch.Tensor]:
         """Names, shapes and dtypes of the model's tensors, without values."""
-        model = self.tree.get("model", {}).items()
-        found = {key: self.blank(name, "meta") for key, name in model if type(name) is str}
-        return {key: tensor for key, tensor in found.items() if tensor is not None}
+        names = {key: name for key, name in self.model.items() if type(name) is str}
+        return {key: self.tensors[name] for key, name in names.items() if name in self.tensors}
 
     def values(self, names):
         """What stands under `names`, which may be nested in dictionaries, lists and tuples."""
@@ -135,7 +136,10 @@ class Folder:
         return tree_map(found.get, names)
 
     def read(self, wanted: dict) -> dict:
-        """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}. Returns it."""
+        """Fill `wanted`: {name: tensor or `Cut`, on the CPU; None for a value that is no tensor}.
+
+        Returns the values: of a `Cut` its part.
+        """
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader, there = FileSystemReader(self.path), Counter()
         with _reading(self.path):
@@ -148,4 +152,4 @@ class Folder:
             if missing := [name for name, tensor in tensors.items() if there[name] != tensor.numel()]:
                 raise Damaged(f"{str(self.path)!r}: elements of {name_some(missing)} are missing")
             reader.read_data(plan, planner)
-        return wanted
+        return wanted | tensors

@@ -17,7 +17,7 @@ from harness.engine import groups
 from harness.engine.all_or_none import all_or_none
 from harness.engine.checkpoint import files
 from harness.engine.checkpoint.rectangles import Cut
-from harness.engine.layout import entries, pieces, with_plain_names
+from harness.engine.layout import entries, name_of, pieces, with_plain_names
 from harness.engine.options import tensor_parallel
 from harness.engine.safety.optimizer_refusals import options_of
 
@@ -105,10 +105,10 @@ def _state(engine, extra: dict, copied: bool) -> dict[tuple, object]:
     own = _copied_to_host if copied else torch.Tensor.detach
     with torch.no_grad():
         engine.refuse_lost()
-        state = _parameters(engine, own) | _optimizer_state(engine, own)
+        state = _model(engine, own) | _optimizer_state(engine, own)
         if engine.placement.rank == 0:
-            state |= _beside_parameters(engine, own) | _options(engine)
-    named = {".".join(map(str, path)): value for path, value in state.items()}
+            state |= _options(engine)
+    named = {name_of(path): value for path, value in state.items()}
     if len(named) < len(state):
         raise ValueError("two values have one name, as {'a': {'b': 1}, 'a.b': 2} has in the optimizer's state")
     _must_be_plain(named)
@@ -121,8 +121,11 @@ def _copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _parameters(engine, own) -> dict[tuple, object]:
-    """What this rank has of each parameter; of tied ones under all their names, and of empty ones all of it."""
+def _model(engine, own) -> dict[tuple, object]:
+    """What this rank has of each parameter; of tied ones under all their names, and of empty ones all of it.
+
+    On rank 0 also buffers, and what modules keep besides tensors.
+    """
     cuts = {}  # id of a parameter -> its `Cut`
     for _, param, piece, shape, first in pieces(engine.all_buckets):
         cuts[id(param)] = Cut.of(own(piece), shape, first)
@@ -130,16 +133,12 @@ def _parameters(engine, own) -> dict[tuple, object]:
         for param in bucket.params:
             if param.numel() == 0:
                 cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
-    params, _, _ = with_plain_names(engine)
-    return {("model", key): cuts[id(param)] for key, param in params.items() if id(param) in cuts}
-
-
-def _beside_parameters(engine, own) -> dict[tuple, object]:
-    """Buffers, and what modules keep besides tensors."""
-    _, buffers, extras = with_plain_names(engine)
-    state = {("model", key): own(buffer) for key, buffer in buffers.items()}
-    for key, (_, value) in extras.items():
-        state.update(entries(_plain(value), ("model", key)))
+    params, buffers, extras = with_plain_names(engine)
+    state = {("model", key): cuts[id(param)] for key, param in params.items() if id(param) in cuts}
+    if engine.placement.rank == 0:
+        state |= {("model", key): own(buffer) for key, buffer in buffers.items()}
+        for key, (_, value) in extras.items():
+            state.update(entries(_plain(value), ("model", key)))
     return state
 
 
