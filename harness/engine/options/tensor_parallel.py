@@ -17,14 +17,10 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def local_gradient(gradient: DTensor) -> torch.Tensor:
     """As `local`, of a gradient. torch may leave it as parts of a sum: then the ranks add them up first."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
-    return gradient._local_tensor
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)._local_tensor
 
 
 def whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

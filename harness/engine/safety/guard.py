@@ -229,7 +229,7 @@ def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """`param.grad`, which is None from now on."""
     gradient = _grad.__get__(param)
     _grad.__set__(param, None)
-    return local_gradient(gradient)
+    return local_gradient(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def drop_gradients(params) -> None:
