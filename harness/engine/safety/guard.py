@@ -44,7 +44,6 @@ class EngineParameter(nn.Parameter):
     """A parameter that an engine has: its gradient moves away while backward runs."""
 
     zero_name, zero_moved = "", False  # what an error calls it; whether its gradient has moved since `zero_grad()`
-    zero_touched = staticmethod(lambda param: False)  # see `watch`
     zero_apart = False  # whether its shards have memory of their own: then what is written into it is lost
 
     @property
@@ -121,6 +120,8 @@ _foreach_supported_types.append(Piece)
 class Freed:
     """What a parameter's class is mixed with while it is freed."""
 
+    zero_touched = staticmethod(lambda param: False)  # see `watch`
+
     @classmethod
     @not_compiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -159,8 +160,6 @@ class Freed:
 
 class FreedData(Freed, torch.Tensor):
     """`param.data` of a freed parameter."""
-
-    zero_touched = staticmethod(lambda param: False)
 
 
 def _changes_nothing(func, freed, args, kwargs) -> bool:
