@@ -15,12 +15,12 @@ def kind() -> str:
 
 def count() -> int:
     """How many there are: 0 without one."""
-    return 0 if kind() == "cpu" else torch.accelerator.device_count()
+    return torch.accelerator.device_count()
 
 
 def backend() -> str:
     """Which backend carries messages between them: "nccl" for CUDA, "xccl" for XPU; "gloo" without one."""
-    return "gloo" if kind() == "cpu" else dist.get_default_backend_for_device(kind())
+    return dist.get_default_backend_for_device(kind())
 
 
 def carries(group=None) -> bool:

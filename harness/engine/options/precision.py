@@ -72,11 +72,9 @@ def is_rounded(bucket) -> bool:
 def rounded(bucket) -> tuple[torch.Tensor, torch.Tensor]:
     """What an all-gather of `bucket` fills, and what this rank brings: its shard.
 
-    In mixed precision it is rounded into its place, and from the host's memory (offload) copied.
+    It is copied into its place: rounded in mixed precision, and from the host's memory in offload.
     """
-    shard = bucket.shard
-    if shard.dtype != bucket.flat.dtype or shard.device != bucket.flat.device:
-        shard = bucket.flat[bucket.own].copy_(shard, non_blocking=True)
+    shard = bucket.flat[bucket.own].copy_(bucket.shard, non_blocking=True)
     return sendable(bucket.flat), sendable(shard)
 
 

@@ -17,14 +17,10 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def local_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def local_gradient(gradient: DTensor) -> torch.Tensor:
     """As `local`, of a gradient. torch may leave it as parts of a sum: then the ranks add them up first."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
-    return gradient._local_tensor
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)._local_tensor
 
 
 def whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -74,7 +70,7 @@ def check(model, group, dtypes) -> None:
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             continue
-        ranks = set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+        ranks = set(dist.get_process_group_ranks(group))
         if param.device_mesh.ndim > 1 or len(ranks.intersection(param.device_mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
                 f"parameter {name!r} is a DTensor, sharded by something else over the same ranks. A stage may shard "
@@ -83,7 +79,7 @@ def check(model, group, dtypes) -> None:
             )
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(f"parameter {name!r} is a part of a sum ({param.placements}): redistribute it first")
-        if any(dtype not in (None, param.dtype) for dtype in dtypes[:1]):
+        if dtypes[0] not in (None, param.dtype):
             raise ValueError(
                 f"parameter {name!r} is a DTensor, and param_dtype={dtypes[0]} would need another one: leave "
                 "param_dtype out with tensor parallelism, or cast the whole model before parallelize_module"

@@ -44,7 +44,6 @@ class EngineParameter(nn.Parameter):
     """A parameter that an engine has: its gradient moves away while backward runs."""
 
     zero_name, zero_moved = "", False  # what an error calls it; whether its gradient has moved since `zero_grad()`
-    zero_touched = staticmethod(lambda param: False)  # see `watch`
     zero_apart = False  # whether its shards have memory of their own: then what is written into it is lost
 
     @property
@@ -52,9 +51,7 @@ class EngineParameter(nn.Parameter):
         # Writes through `.data` count nowhere. `detach` gives the same memory, and shares the parameter's counter.
         return super().detach() if self.zero_apart else _data.__get__(self)
 
-    @data.setter
-    def data(self, value):
-        _data.__set__(self, value)
+    data = data.setter(_data.__set__)  # torch's own
 
     @property
     def grad(self):
@@ -69,13 +66,7 @@ class EngineParameter(nn.Parameter):
                 )
         return gradient
 
-    @grad.setter
-    def grad(self, value):
-        _grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self):
-        _grad.__set__(self, None)
+    grad = grad.setter(_grad.__set__).deleter(_grad.__delete__)
 
     def __deepcopy__(self, memo):  # a copy belongs to no engine
         if id(self) not in memo:
@@ -105,9 +96,7 @@ class Piece(torch.Tensor):
     def data(self):
         return self.detach()  # writes through torch's own `data` count nowhere
 
-    @data.setter
-    def data(self, value):
-        _data.__set__(self, value)
+    data = data.setter(_data.__set__)
 
     @property
     def grad(self):
@@ -121,9 +110,7 @@ class Piece(torch.Tensor):
                 )
         return _grad.__get__(self)
 
-    @grad.setter
-    def grad(self, value):
-        _grad.__set__(self, value)
+    grad = grad.setter(_grad.__set__)
 
 
 # torch's optimizers work on all tensors at once (foreach, fused) if they know their class. DTensor adds itself, too.
@@ -132,6 +119,8 @@ _foreach_supported_types.append(Piece)
 
 class Freed:
     """What a parameter's class is mixed with while it is freed."""
+
+    zero_touched = staticmethod(lambda param: False)  # see `watch`
 
     @classmethod
     @not_compiled
@@ -171,8 +160,6 @@ class Freed:
 
 class FreedData(Freed, torch.Tensor):
     """`param.data` of a freed parameter."""
-
-    zero_touched = staticmethod(lambda param: False)
 
 
 def _changes_nothing(func, freed, args, kwargs) -> bool:

@@ -32,7 +32,7 @@ def check(
         _check_parameters(model)
         _check_memory(model)
         _check_options(options)
-        _check_units(model, options.get("units"))
+        options["units"] = _check_units(model, options.get("units"))
         tensor_parallel.check(model, group, dtypes)
         meta.check_source(model, source, group)
         options["optimizer"] = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
@@ -109,11 +109,16 @@ def _check_options(options: dict) -> None:
         raise ValueError(f"prefetch must be a number of units, 0 or more, got {options['prefetch']!r}")
 
 
-def _check_units(model: nn.Module, units) -> None:
-    """Entries of ZeRO-3's `units` that are not in the model or overlap: nothing would be gathered with them."""
+def _check_units(model: nn.Module, units) -> list[str] | None:
+    """The names of ZeRO-3's `units`.
+
+    What is not in the model or overlaps is refused: nothing would be gathered with it.
+    """
+    if units is None:
+        return None
     names = {module: name for name, module in model.named_modules()}
     unit_of = {}  # module -> the unit that it is in
-    for unit in units or ():
+    for unit in units:
         if unit not in names:
             raise ValueError(
                 f"{str(unit)[:80]!r} in units is not a module of the model: take the entries from model.modules(), for "
@@ -126,13 +131,11 @@ def _check_units(model: nn.Module, units) -> None:
                     "with one unit only; drop one of the two"
                 )
             unit_of[module] = unit
+    return [names[unit] for unit in units]
 
 
 def _fingerprint(model: nn.Module, options: dict) -> str:
     """What must be the same on every rank for the collectives to match: names, shapes, dtypes and options."""
     params = [(name, tuple(p.shape), p.dtype, p.requires_grad, p.device.type) for name, p in model.named_parameters()]
     buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    names = {module: name for name, module in model.named_modules()}
-    if options.get("units") is not None:
-        options = {**options, "units": [names[unit] for unit in options["units"]]}
     return repr((params, buffers, options))

@@ -80,7 +80,7 @@ class waiting_for:
 
     def _said(self) -> str:
         come, others = [], []
-        for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD):
+        for rank in dist.get_process_group_ranks(self.group):
             note = _store().get(_key(rank)).decode() if _store().check([_key(rank)]) else None
             if note == self.what:
                 come.append(rank)
