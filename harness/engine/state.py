@@ -28,11 +28,11 @@ def broadcast_buffers(model, group) -> None:
             buffer.copy_(whole)
 
 
-def gather_whole(bucket, group) -> torch.Tensor:
+def gather_whole(bucket) -> torch.Tensor:
     """The bucket's values from all ranks' shards, in the shards' dtype, on the device: (numel,)."""
     flat = torch.empty(bucket.numel, dtype=bucket.shard.dtype, device=bucket.flat.device)
     with waiting_for(f"the all-gather of {bucket.label}"):
-        dist.all_gather_single(sendable(flat), sendable(bucket.shard.to(flat.device)), group=group)
+        dist.all_gather_single(sendable(flat), sendable(bucket.shard.to(flat.device)), group=bucket.group)
     return flat
 
 
@@ -49,8 +49,7 @@ def full_state_dict(engine) -> dict[str, torch.Tensor]:
     values = {}  # id of the model's own tensor -> its whole value on CPU
     with torch.no_grad():
         for bucket in engine.all_buckets:
-            flat = gather_whole(bucket, engine.group)
-            for param, view in zip(bucket.params, bucket.views(flat)):
+            for param, view in zip(bucket.params, bucket.views(gather_whole(bucket))):
                 values[id(param)] = tensor_parallel.whole(param, view).to("cpu", copy=True)
         params, buffers, _ = in_three(engine)
         for buffer in buffers.values():
@@ -189,5 +188,5 @@ def restore(engine) -> None:
     for bucket in engine.all_buckets:
         guard.open(bucket.params)
         guard.release(bucket.params)
-        for param, view in zip(bucket.params, bucket.views(gather_whole(bucket, engine.group))):
+        for param, view in zip(bucket.params, bucket.views(gather_whole(bucket))):
             tensor_parallel.local(param).data = view.clone()

@@ -20,10 +20,6 @@ from harness.engine.layout import name_of
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, path):
-        # Copied ahead: nothing. Else torch asks for a stream of GPU 0, also in a run on the CPU.
-        super().__init__(path, per_thread_copy_ahead=0)
-
     def storage_meta(self):
         return dataclasses.replace(super().storage_meta(), modules=[SUMS])  # so that a reader misses the file
 
@@ -59,10 +55,11 @@ def new_folder(folder, keep) -> Path:
 
 def write(state: dict[tuple, object], path: Path, keep, rank: int, group) -> int:
     """Write this rank's part of the checkpoint, and make it complete together. Returns this rank's bytes."""
-    planner = _Planner(dedup_save_to_lowest_rank=True)
+    # Copied ahead: nothing. Else torch asks for a stream of GPU 0, also in a run on the CPU.
+    writer, planner = _Writer(path, per_thread_copy_ahead=0), _Planner(dedup_save_to_lowest_rank=True)
     try:
         try:
-            dcp.save(state, storage_writer=_Writer(path), planner=planner, process_group=group)
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:  # the same one on all ranks, with what each has met
             met = "; ".join(f"rank {other}: {found[0]!r}" for other, found in error.failures.items())
             raise RuntimeError(f"no checkpoint {path.stem} ({met}); the earlier ones are as they were") from None

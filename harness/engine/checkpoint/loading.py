@@ -25,12 +25,8 @@ def load(engine, folder) -> dict:
     what = "all ranks to call checkpoint.load()"
     path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone, what)[0]
     source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
-    return _install(engine, *on_all(lambda: _read(engine, source), place.everyone))
-
-
-def _install(engine, modules, values, options, state, extra) -> dict:
-    """All ranks have read all they need: when modules have taken theirs nothing can fail. Returns `extra`."""
-    take_in(engine, modules, values)
+    modules, values, options, state, extra = on_all(lambda: _read(engine, source), place.everyone)
+    take_in(engine, modules, values)  # all ranks have read all they need: after this nothing can fail
     for group, there in zip(engine.optimizer.param_groups, options):
         group.update(there)
         on_device = group.get("capturable") or group.get("fused")
@@ -75,8 +71,8 @@ def _read(engine, source: Folder) -> tuple:
 
 def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> None:
     """Raises ValueError for another model's checkpoint: other names, or another dtype or shape under one."""
-    saved = source.model
-    missing = [key for key in tensors if type(saved.get(key)) is not str]
+    saved, theirs = source.model, source.model_on_meta()
+    missing = [key for key in tensors if key not in theirs]
     missing += [key for key, (_, value) in extras.items() if key not in saved and value != {}]  # torch saves no {}
     unexpected = [key for key in saved if key not in tensors and key not in extras]
     if missing or unexpected:
@@ -85,8 +81,7 @@ def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> 
     for bucket in engine.all_buckets:
         dtypes.update((id(param), bucket.shard.dtype) for param in bucket.params)
     for key, value in tensors.items():
-        found = source.tensors.get(saved[key])
-        there = "no tensor" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        there = f"{theirs[key].dtype} of shape {tuple(theirs[key].shape)}"
         here = f"{dtypes.get(id(value), value.dtype)} of shape {tuple(value.shape)}"
         if there != here:
             raise ValueError(f"{key!r} is {there} in {str(source.path)!r}, {here} here")

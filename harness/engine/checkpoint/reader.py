@@ -127,8 +127,11 @@ class Folder:
 
     def model_on_meta(self) -> dict[str, torch.Tensor]:
         """Names, shapes and dtypes of the model's tensors, without values."""
-        names = {key: name for key, name in self.model.items() if type(name) is str}
-        return {key: self.tensors[name] for key, name in names.items() if name in self.tensors}
+        found = {}
+        for key, name in self.model.items():
+            if type(name) is str and name in self.tensors:
+                found[key] = self.tensors[name]
+        return found
 
     def values(self, names):
         """What stands under `names`, which may be nested in dictionaries, lists and tuples."""

@@ -57,7 +57,7 @@ def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futu
     """
     write = _begin(engine, folder, keep, extra, in_background=True)
     if engine.background is None:
-        group = groups.new(dist.get_process_group_ranks(engine.placement.everyone or dist.group.WORLD), "gloo")
+        group = groups.new(dist.get_process_group_ranks(engine.placement.everyone), "gloo")
         engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
     group, thread = engine.background
     engine.saving = thread.submit(write, group)
