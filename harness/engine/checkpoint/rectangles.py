@@ -43,7 +43,8 @@ class Cut(torch.Tensor):
     """A tensor of which this rank has some elements, as torch.distributed.checkpoint wants to see it.
 
     It has the whole tensor's shape, and memory for one element: all places are the same one. torch asks the three
-    methods with underscores for what is really there. (It takes them from tensors alone, so this is a tensor.)
+    methods with underscores for what is really there. (It takes them from tensors alone, so this is a tensor.) torch's
+    own class for several local parts of one tensor, in `boxes`, has the answers.
     """
 
     @staticmethod
