@@ -34,9 +34,9 @@ def check_optimizer(model, optimizer_cls, param_groups, on_host: bool = False) -
             kinds |= {(at, number.ndim): known[id(number)] for number in group["params"]}
         kinds = list(kinds.values())  # one parameter of each group and number of dimensions
         if not any(isinstance(param, FakeTensor) for _, param in named):  # a dry run's have no values
-            steps = _steps(make, kinds, whole=True)
+            steps = _steps(*make(kinds, whole=True))
             # An optimizer that draws random numbers steps otherwise each time: nobody can tell by that.
-            if not _same(steps, _steps(make, kinds, whole=False)) and _same(steps, _steps(make, kinds, whole=True)):
+            if not _same(steps, _steps(*_of_parts(make, kinds))) and _same(steps, _steps(*make(kinds, True))):
                 raise ValueError(_LOOKS.format(type(optimizer).__name__, "steps otherwise with a part of a tensor"))
     return type(optimizer).__name__, told
 
@@ -74,27 +74,32 @@ def _trial(optimizer_cls, param_groups, on_host: bool, named, whole: bool):
     return optimizer_cls(handed_out(pieces, param_groups)), list(pieces.values())
 
 
+def _of_parts(make, kinds):
+    try:
+        return make(kinds, whole=False)
+    except Exception as error:
+        raise ValueError(_LOOKS.format("optimizer_cls", f"raises {error!r} for a flat part of a tensor")) from error
+
+
 def _wave(numel: int, phase: float) -> torch.Tensor:
     return torch.sin(torch.arange(numel, device="cpu") * 1.3 + phase)
 
 
-def _steps(make, kinds, whole: bool) -> list[torch.Tensor]:
+def _steps(optimizer, numbers) -> list[torch.Tensor]:
     """How far a few steps bring the first elements of each parameter."""
-    try:
-        optimizer, numbers = make(kinds, whole)
-        before = [number.detach().clone() for number in numbers]
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * 0 + 0.1  # a schedule may begin with 0
-        for step in range(4):
-            for place, number in enumerate(numbers):
-                number.grad = _wave(number.numel(), place + step + 0.5).to(number).view(number.shape)
-                if step == 3:
-                    number.grad *= 1000  # some optimizers look at a norm only where it is large
+    before = [number.detach().clone() for number in numbers]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = group["lr"] * 0 + 0.1  # a schedule may begin with 0
+    for step in range(4):
+        for place, number in enumerate(numbers):
+            number.grad = _wave(number.numel(), place + step + 0.5).to(number).view(number.shape)
+            if step == 3:
+                number.grad *= 1000  # some optimizers look at a norm only where it is large
+        try:
             optimizer.step()
-    except Exception as error:
-        part = "a whole tensor" if whole else "a flat part of a tensor"
-        raise ValueError(_LOOKS.format("the optimizer", f"raises {error!r} for {part}")) from error
+        except Exception as error:
+            raise ValueError(_LOOKS.format(f"{type(optimizer).__name__}.step()", f"raises {error!r}")) from error
     return [(number.detach() - old).flatten() for number, old in zip(numbers, before)]
 
 
