@@ -81,6 +81,12 @@ OF_ENGINES = {
     ),
 }
 
+# Who loads, a whole state or a checkpoint, writes into the shards here.
+_WRITES = "    with torch.no_grad():\n        for place, value in values:"
+OF_LOADING = {
+    "the host loads": ("harness.engine.state", f"    engine.placement.finish_all()\n{_WRITES}", _WRITES, OF_ALL),
+}
+
 
 def each(table: dict) -> dict[str, tuple]:
     """{name: (module, the line, what is in its place, stage, options)} of a table above."""

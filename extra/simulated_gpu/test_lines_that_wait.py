@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, each
+from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
 
 LINES = {f"chapter: {name}": line for name, line in each(OF_CHAPTERS).items()}
-LINES |= {f"engine: {name}": line for name, line in each(OF_ENGINES).items()}
+LINES |= {f"engine: {name}": line for name, line in each(OF_ENGINES | OF_LOADING).items()}
 
 
 @pytest.mark.parametrize("name", LINES)

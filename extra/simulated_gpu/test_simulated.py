@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, each
+from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
 from harness.measure import report
 from harness.properties import fixtures
 from harness.run import journal, ranks
@@ -224,7 +224,7 @@ def named(lines: list[str]) -> bool:
     return bool(lines) and all("stream" in line and "bytes" in line or "is on its way" in line for line in lines)
 
 
-ENGINES_LINES, CHAPTERS_LINES = each(OF_ENGINES), each(OF_CHAPTERS)
+ENGINES_LINES, CHAPTERS_LINES, LOADING_LINES = each(OF_ENGINES), each(OF_CHAPTERS), each(OF_LOADING)
 
 
 @finds
@@ -248,15 +248,17 @@ def test_what_is_taken_out_of_a_chapter_is_missed(pool, name):
 
 
 @finds
-@pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint.loading"))
-@pytest.mark.parametrize("stage", fixtures.STAGES)
-def test_who_loads_waits_for_copies(on_gpus, stage, module):
+@pytest.mark.parametrize("what", ("state", "checkpoint"))
+@pytest.mark.parametrize("name", LOADING_LINES)
+def test_who_loads_waits_for_copies(on_gpus, name, what):
     """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
 
     So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
     begins where all has been read.
     """
-    assert named(found := on_gpus(1).run(cases.loads_without, stage=stage, module=module)[0]), found
+    module, old, new, stage, _ = LOADING_LINES[name]
+    (found,) = on_gpus(1).run(cases.loads_without, module=module, old=old, new=new, stage=stage, what=what)
+    assert named(found), found
 
 
 @finds

@@ -51,9 +51,11 @@ def _read(engine, source: Folder) -> tuple:
     places = [(buffer, saved[key]) for key, buffer in buffers.items()]
     for key in buffers:
         wanted[saved[key]] = source.blank(saved[key])
-    for key, _, piece, shape, first in pieces(engine.all_buckets):
-        wanted[saved[key]] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
-        places.append((piece, saved[key]))
+    saved_as = {id(param): saved[key] for key, param in params.items()}
+    for _, param, piece, shape, first in pieces(engine.all_buckets):
+        name = saved_as[id(param)]
+        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
+        places.append((piece, name))
     options = _options_of_groups(engine, source)
     state = _state_of_pieces(engine, source, wanted)
     found = source.read(wanted)
