@@ -40,7 +40,7 @@ def arguments(argv=None) -> argparse.Namespace:
     options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
     ranks = process_group.planned_world_size(options.backend, options.device) or 1
     if options.global_batch < ranks:
-        raise ValueError(f"--global-batch {options.global_batch}: {ranks} ranks need {ranks} or more sequences a step")
+        raise ValueError(f"--global-batch {options.global_batch}: {ranks} rank(s) need {ranks} or more sequences")
     for line in journal.read(options.folder)[-1:]:
         if (other := line.get("preset", options.preset)) != options.preset:
             raise ValueError(f"--folder {str(options.folder)!r} has a run of --preset {other}: take another")
