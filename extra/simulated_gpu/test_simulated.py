@@ -248,15 +248,15 @@ def test_what_is_taken_out_of_a_chapter_is_missed(pool, name):
 
 
 @finds
-@pytest.mark.parametrize("module", ("harness.engine.state", "harness.engine.checkpoint.loading"))
+@pytest.mark.parametrize("a_checkpoint", (False, True))
 @pytest.mark.parametrize("stage", fixtures.STAGES)
-def test_who_loads_waits_for_copies(on_gpus, stage, module):
+def test_who_loads_waits_for_copies(on_gpus, stage, a_checkpoint):
     """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
 
     So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
     begins where all has been read.
     """
-    assert named(found := on_gpus(1).run(cases.loads_without, stage=stage, module=module)[0]), found
+    assert named(found := on_gpus(1).run(cases.loads_without, stage=stage, a_checkpoint=a_checkpoint)[0]), found
 
 
 @finds

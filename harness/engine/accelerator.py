@@ -18,11 +18,6 @@ def count() -> int:
     return torch.accelerator.device_count()
 
 
-def backend() -> str:
-    """Which backend carries messages between them: "nccl" for CUDA, "xccl" for XPU; "gloo" without one."""
-    return dist.get_default_backend_for_device(kind())
-
-
 def carries(group=None) -> bool:
     """Whether the group's collectives take tensors on the accelerator, and not in the host's memory ("cpu:gloo")."""
     return any(part.rpartition(":")[2] not in ("gloo", "fake") for part in dist.get_backend(group).split(","))

@@ -21,7 +21,7 @@ def beside(group, backend: str, ranks: list[int] | None = None) -> dist.ProcessG
     group = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
     key = (group.group_name, backend, *ranks)
-    if key not in _made or not _alive(_made[key]):
+    if _made.get(key) not in dist.distributed_c10d._world.pg_map:  # there is none, or it was destroyed since
         _made[key] = new(ranks, backend, timeout=_timeout(group))
     return _made[key]
 
@@ -46,10 +46,3 @@ def _timeout(group):
     """None, which is torch's default, for a backend that has none."""
     backend = group._get_backend(accelerator.device_of(group))
     return getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-def _alive(group) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except ValueError:  # of a process group that was destroyed since
-        return False

@@ -42,7 +42,8 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
 
     Raises ValueError for a combination that cannot work.
     """
-    kind, own = (accelerator.kind(), accelerator.backend()) if accelerator.count() else ("cuda", "nccl")
+    kind = accelerator.kind() if accelerator.count() else "cuda"
+    own = dist.get_default_backend_for_device(kind)  # between GPUs: "nccl" for CUDA, "xccl" for XPU
     if device not in ("auto", "cpu", kind):
         raise ValueError(f"--device must be auto, cpu or {kind}, got {device!r}")
     if backend not in ("auto", "gloo", own):

@@ -16,8 +16,7 @@ rows, and a beginning of a row.
 import math
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 
 def rectangles(shape, first: int, end: int) -> list[tuple[tuple, tuple]]:
@@ -44,31 +43,25 @@ class Cut(torch.Tensor):
     """A tensor of which this rank has some elements, as torch.distributed.checkpoint wants to see it.
 
     It has the whole tensor's shape, and memory for one element: all places are the same one. torch asks the three
-    methods with underscores for what is really there. (It takes them from tensors alone, so this is a tensor.)
+    methods with underscores for what is really there. (It takes them from tensors alone, so this is a tensor.) torch's
+    own class for several local parts of one tensor, in `boxes`, has the answers.
     """
 
     @staticmethod
     def of(part: torch.Tensor, shape, first: int) -> "Cut":
         """`part` (numel,) are the elements from `first` on of a tensor of `shape`. They are not copied."""
         cut = torch.Tensor._make_subclass(Cut, part.new_empty(()).expand(shape))
-        cut.part, start = part, 0
-        cut.boxes = {}  # offsets -> the elements there, a view of `part` in the rectangle's shape
-        for offsets, sizes in rectangles(tuple(shape), first, first + part.numel()):
-            end = start + math.prod(sizes)
-            cut.boxes[offsets] = part[start:end].view(sizes)
-            start = end
+        found = rectangles(tuple(shape), first, first + part.numel())
+        boxes = part.split([math.prod(sizes) for _, sizes in found])
+        views = [box.view(sizes) for box, (_, sizes) in zip(boxes, found)]
+        cut.part, cut.boxes = part, LocalShardsWrapper(views, [offsets for offsets, _ in found])
         return cut
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), box.shape) for offsets, box in self.boxes.items()]
+    def __create_chunk_list__(self) -> list:
+        return self.boxes.__create_chunk_list__()
 
-    def __create_write_items__(self, name: str, _) -> list[WriteItem]:
-        items = []
-        for chunk in self.__create_chunk_list__():
-            data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape)
-            index = MetadataIndex(name, chunk.offsets)
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return items
+    def __create_write_items__(self, name: str, _) -> list:
+        return self.boxes.__create_write_items__(name, self)
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.boxes[tuple(index.offset)]
+    def __get_tensor_shard__(self, index) -> torch.Tensor:
+        return self.boxes.__get_tensor_shard__(index)

@@ -83,7 +83,7 @@ class Source:
         self._problem, self._began, self._folder = None, [], None
         if _is_folder(state_dict):
             self._folder = reader.Folder(reader.newest(state_dict), check=False)
-            self._state = self._folder.model_on_meta()
+            self._state = self._folder.tree["model"]
         for module in self._recurrent():
             module._flat_weight_refs = []  # what has weak references cannot be exchanged
 
@@ -120,7 +120,7 @@ class Source:
             if self._folder is None:
                 tensor.data.copy_(self._state[name])
             elif dist.get_rank(self._group) == 0:
-                tensor.data.copy_(self._folder.values(self._folder.tree["model"][name]))
+                tensor.data.copy_(self._folder.values(self._state[name]))
             return
         result = self._init_fn(name, tensor.data)
         if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:

@@ -27,8 +27,8 @@ def whole(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The whole values of `param`, of which this rank has `part`. A collective of the tensor dimension."""
     if not isinstance(param, DTensor):
         return part
-    shape, stride = param.shape, param.stride()
-    return DTensor.from_local(part, param.device_mesh, param.placements, shape=shape, stride=stride).full_tensor()
+    cut = DTensor.from_local(part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+    return cut.full_tensor()
 
 
 def part(param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

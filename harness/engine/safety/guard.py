@@ -68,11 +68,8 @@ class EngineParameter(nn.Parameter):
 
     grad = grad.setter(_grad.__set__).deleter(_grad.__delete__)
 
-    def __deepcopy__(self, memo):  # a copy belongs to no engine
-        if id(self) not in memo:
-            data = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = self.zero_plain_class(data, self.requires_grad)
-        return memo[id(self)]
+    def __deepcopy__(self, memo):  # a copy belongs to no engine; `copy.deepcopy` notes it in `memo`
+        return self.zero_plain_class(self.data.clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol):
         return self.zero_plain_class(self.data, self.requires_grad).__reduce_ex__(protocol)
@@ -213,9 +210,7 @@ def release(params) -> None:
             delattr(param, key)
 
 
-def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """`param.grad`, without asking who wants to know."""
-    return _grad.__get__(param)
+gradient_of = _grad.__get__  # `param.grad`, without asking who wants to know
 
 
 def take_gradient(param: nn.Parameter) -> torch.Tensor | None:

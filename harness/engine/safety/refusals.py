@@ -27,6 +27,7 @@ def check(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only the group's own ranks may build the engine")
     options |= {"param_dtype": dtypes[0], "reduce_dtype": dtypes[1], "find_unused": find_unused}
+    options |= {"offload": place.offload, "replicas": place.copies}
 
     def checked() -> str:
         _check_parameters(model)
@@ -36,8 +37,7 @@ def check(
         tensor_parallel.check(model, group, dtypes)
         meta.check_source(model, source, group)
         options["optimizer"] = check_optimizer(model, optimizer_cls, param_groups, on_host=place.offload is not None)
-        text = _fingerprint(model, options | {"offload": place.offload, "replicas": place.copies})
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(_fingerprint(model, options).encode()).hexdigest()
 
     # A damaged file, or the user's own code, may cause any error: the other ranks must hear of it.
     everyone = all_or_none(checked, group, "all ranks to build the engine")

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -75,24 +76,24 @@ class Look:
             return
         if "torch.distributed.pipelining.stage" in sys.modules:  # to import it takes a second, and few need it
             pipelines.heed()
-        changed = {}  # what -> names of parameters
+        changed = defaultdict(list)  # what -> names of parameters
         if any([now != then for now, then in self._modules]) or any([len(now) != then for now, then in self._counts]):
-            changed = self._compare_modules(model)
+            changed |= self._compare_modules(model)
         if self._versions != [shard._version for shard in self._shards]:
             raise RuntimeError(_WRITTEN)
         with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
             for home, key, param, requires_grad, name, address in self._known:
                 if home.get(key) is not param:
-                    changed.setdefault("replaced", []).append(name)
+                    changed["replaced"].append(name)
                 if param.requires_grad != requires_grad:
-                    changed.setdefault("flags", []).append(name)
+                    changed["flags"].append(name)
                 if address is not None:
                     if address_of(param) != address:
                         self._told.add(name)
-                        changed.setdefault("moved", []).append(name)
+                        changed["moved"].append(name)
                     elif param._version != param.zero_version:
                         if param.zero_apart:
-                            changed.setdefault("lost", []).append(name)
+                            changed["lost"].append(name)
                         else:  # a weight may be changed between two steps
                             param.zero_version = param._version
                 hooks = param._post_accumulate_grad_hooks

@@ -133,24 +133,28 @@ class Sequence:
 
     def begin(self, kind) -> None:
         """Another forward begins, of a `kind` of its own: with gradients or without, under `no_sync` or not."""
-        if len(self._events) < len(self._known.get(self._kind, [])):
-            self._compare("the next forward", len(self._events))  # the last time something came before it
+        last = self._last_time()
+        if last is not None:  # something came before it
+            self._compare("the next forward", last)
         self._known[self._kind] = self._events
         self._kind, self._events = kind, []
 
     def next(self, collective: str, unit) -> None:
         """This rank comes to the `collective` of `unit`. Raises RuntimeError if others come to something else."""
-        known, event = self._known.get(self._kind, ()), f"the {collective} of unit {unit.name!r}"
-        position = len(self._events)
+        last, event = self._last_time(), f"the {collective} of unit {unit.name!r}"
         self._events.append(event)
-        if position >= len(known) or known[position] != event:
-            self._compare(event, position)
+        if event != last:
+            self._compare(event, last)
 
-    def _compare(self, event: str, position: int) -> None:
+    def _last_time(self) -> str | None:
+        """What came at this place in the last step of this kind, if anything did."""
+        known, position = self._known.get(self._kind, ()), len(self._events)
+        return known[position] if position < len(known) else None
+
+    def _compare(self, event: str, last: str | None) -> None:
         if self._control is None:
             return
-        known = self._known.get(self._kind, ())
-        before = f" (the last time it was {known[position]})" if position < len(known) else ""
+        before = f" (the last time it was {last})" if last else ""
         everyone = [None] * dist.get_world_size(self._control)
         with waiting_for(f"the others to come to {event}{before}"):
             dist.all_gather_object(everyone, event, group=self._control)
