@@ -186,7 +186,6 @@ def close(engine) -> None:
 def restore(engine) -> None:
     """The model is plain again."""
     for bucket in engine.all_buckets:
-        guard.open(bucket.params)
         guard.release(bucket.params)
         for param, view in zip(bucket.params, bucket.views(gather_whole(bucket))):
             tensor_parallel.local(param).data = view.clone()

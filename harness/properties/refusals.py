@@ -184,7 +184,7 @@ class Own(torch.optim.Optimizer):
 
 
 def of_the_model(weight, gradient, everything):
-    return 1 / torch.stack([param.grad.norm() for param in everything if param.grad is not None]).norm()
+    return 1 / torch.stack([param.grad.norm() for param in everything]).norm()
 
 
 def clips_itself(weight, gradient, everything):
@@ -201,10 +201,10 @@ LOOKS_AT_WHOLE = (
     of_the_model,
     clips_itself,
     # The largest element, matrices, rows, the size.
-    lambda weight, gradient, _: 1 / gradient.abs().amax() if gradient.numel() else 1,
+    lambda weight, gradient, _: 1 / gradient.abs().amax(),
     lambda weight, gradient, _: 1.0 if weight.ndim > 1 else 0.1,
     lambda weight, gradient, _: 1 / gradient.norm(dim=-1, keepdim=True) if gradient.ndim else 1,
-    lambda weight, gradient, _: weight.numel() ** -0.5 if weight.numel() else 1,
+    lambda weight, gradient, _: weight.numel() ** -0.5,
 )
 BY_ELEMENT = (  # signs, weights, chance
     lambda weight, gradient, _: 1 / gradient.abs().clamp(min=1e-9),

@@ -150,7 +150,6 @@ class Source:
             for module, key, buffer in made:
                 module._buffers[key] = buffer
             params = [param for _, param in self._began]
-            guard.open(params)
             guard.release(params)
             for param in params:
                 torch.utils.swap_tensors(

@@ -137,9 +137,6 @@ class Freed:
             return func(*args, **kwargs)
         raise RuntimeError(message(freed, name))
 
-    def __reduce_ex__(self, protocol):
-        raise RuntimeError(message(self, "to be pickled"))
-
     @property
     def data(self):
         """Something that knows the shape, and whose values nobody can read."""
@@ -181,17 +178,14 @@ LOST = (
     "engine.load_full_state_dict(), with what engine.full_state_dict() has given before"
 )
 
-_CLOSED: dict[type, type] = {}  # class of a gathered parameter -> its class while it is freed
-_OPENED: dict[type, type] = {}  # and back
-
 
 @functools.cache
 def _engine_class(cls: type) -> type:
-    """The class of an engine's parameter that was of class `cls`."""
-    engine = EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
-    _CLOSED[engine] = type(f"Freed{engine.__name__}", (Freed, engine), {})
-    _OPENED[_CLOSED[engine]] = engine
-    return engine
+    """The class of an engine's parameter that was of class `cls`. It knows `cls`, and what it becomes while freed."""
+    gathered = EngineParameter if cls is nn.Parameter else type(f"Engine{cls.__name__}", (EngineParameter, cls), {})
+    gathered.zero_plain_class, gathered.zero_gathered_class = cls, gathered
+    gathered.zero_freed_class = type(f"Freed{gathered.__name__}", (Freed, gathered), {})
+    return gathered
 
 
 def adopt(bucket, engine) -> None:
@@ -202,13 +196,13 @@ def adopt(bucket, engine) -> None:
     apart = bucket.shard.untyped_storage()._cdata != bucket.flat.untyped_storage()._cdata
     for name, param in zip(bucket.names, bucket.params):
         if not isinstance(param, (FakeTensor, DTensor, EngineParameter)):
-            param.zero_plain_class, param.__class__ = type(param), _engine_class(type(param))
+            param.__class__ = _engine_class(type(param))
         param.zero_name, param.zero_version, param.zero_moved = name, param._version, False
         param.zero_engine, param.zero_apart = weakref.ref(engine), apart
 
 
 def release(params) -> None:
-    """These parameters, which are gathered, have no engine any more."""
+    """These parameters have no engine any more, and nothing is an error."""
     for param in params:
         if isinstance(param, EngineParameter):
             param.__class__ = param.zero_plain_class
@@ -245,7 +239,8 @@ def written(bucket) -> list[str]:
 
     It is told once where the next gather puts that right. Whole weights beside shards stay wrong, so it is told again.
     """
-    found = [param for param in bucket.params if type(param) in _CLOSED and param._version != param.zero_version]
+    params = [param for param in bucket.params if isinstance(param, EngineParameter)]
+    found = [param for param in params if param._version != param.zero_version]
     for param in found:
         if bucket.unit is not None or not param.zero_apart:
             param.zero_version = param._version
@@ -280,11 +275,11 @@ def close(params: list[nn.Parameter]) -> None:
     """From here on, using the values of these parameters raises RuntimeError. So does having written to them before."""
     lost = []
     for param in params:
-        freed = _CLOSED.get(type(param))
-        if freed is not None:
+        if isinstance(param, EngineParameter):
             if param._version != param.zero_version:
                 lost.append(param.zero_name)
-            param.__class__ = freed
+                param.zero_version = param._version  # the next gather puts that right
+            param.__class__ = param.zero_freed_class
     if lost:
         raise RuntimeError(
             f"{name_some(lost)} was written to while it was gathered. The engine's values are the shards: what is "
@@ -296,6 +291,5 @@ def close(params: list[nn.Parameter]) -> None:
 def open(params: list[nn.Parameter]) -> None:
     """These parameters are gathered again."""
     for param in params:
-        gathered = _OPENED.get(type(param))
-        if gathered is not None:
-            param.__class__ = gathered
+        if isinstance(param, Freed):
+            param.__class__ = param.zero_gathered_class
