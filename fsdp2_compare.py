@@ -8,12 +8,12 @@
     fsdp1                       FullyShardedDataParallel around every block and the model, as fsdp2
     fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"
 
-The last two run only when asked for. harness/run/counterparts.py has how torch's own are built.
+The last two run only when asked for. zerolab/run/counterparts.py has how torch's own are built.
 
 Three passes. The first trains each engine alone, from the same weights on the same batches, and takes losses,
 bytes held, peak and traffic; nothing is timed. The second has all engines alive and gives each one step in
 turn, so that whatever disturbs the machine disturbs all of them. The third watches a few steps of each on a timeline
-(harness/measure/step_time.py): what they are spent on, and which rank makes the others wait.
+(zerolab/measure/step_time.py): what they are spent on, and which rank makes the others wait.
 
 Run it: ./launch.sh compare 2 --preset tiny
 """
@@ -31,22 +31,22 @@ from functools import partial
 
 import torch
 
-from harness.measure import step_report, step_time, tables
-from harness.measure.gpus import mfu
-from harness.measure.interleaved import take_turns
-from harness.measure.ledger import let_go
-from harness.measure.memory_parts import HELD, PartsLedger
-from harness.measure.out_of_memory import explained
-from harness.measure.watched_step import Seen, allocator_of, watched_step
-from harness.run import engine_file, micro_batches, process_group
-from harness.run import options as common
-from harness.run.data import Batches, load_text
-from harness.run.endings import SAID
-from harness.run.engines import DTYPES, ENGINES, build
-from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
-from harness.run.process_group import Rank
-from harness.run.progress import told
-from harness.run.recompute import checkpoint_blocks
+from zerolab.measure import step_report, step_time, tables
+from zerolab.measure.gpus import mfu
+from zerolab.measure.interleaved import take_turns
+from zerolab.measure.ledger import let_go
+from zerolab.measure.memory_parts import HELD, PartsLedger
+from zerolab.measure.out_of_memory import explained
+from zerolab.measure.watched_step import Seen, allocator_of, watched_step
+from zerolab.run import engine_file, micro_batches, process_group
+from zerolab.run import options as common
+from zerolab.run.data import Batches, load_text
+from zerolab.run.endings import SAID
+from zerolab.run.engines import DTYPES, ENGINES, build
+from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
+from zerolab.run.process_group import Rank
+from zerolab.run.progress import told
+from zerolab.run.recompute import checkpoint_blocks
 
 # In float32 at N = 2 every engine adds the same two numbers and halves them: equal to the bit. With more ranks,
 # or the whole batch in one process, the same sums are taken in another order. Each sum is off by some 1e-7 of
@@ -217,7 +217,7 @@ class Referee:
 
     def time(self, runs: dict[str, dict]) -> None:
         """Second pass: the engines take turns; fills in `step_ms` (median of the slowest rank), `tokens_per_s` and what
-        follows from it; and the third: `step_time`, what a step's time is spent on (harness/measure/step_time.py).
+        follows from it; and the third: `step_time`, what a step's time is spent on (zerolab/measure/step_time.py).
         """
         rounds = self.options.timed_steps
         self.me.print(tables.wrapped(f"timing {rounds} rounds of {', '.join(runs)}, interleaved"))

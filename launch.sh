@@ -54,20 +54,20 @@ train)
     -h | --help) set -- zero3 --help ;;
     *) fail "train needs a stage, zero1, zero2 or zero3, as in: ./launch.sh train zero3 2; got '${1:-}'" ;;
     esac
-    module=harness.run.train own=("$1")
+    module=zerolab.run.train own=("$1")
     shift
     ;;
 zero1 | zero2 | zero3) module=$command ;;
-bench) module=harness.measure.bench ;;
-memory | report) module=harness.measure.$command ranked= ;; # a report starts its ranks itself, as they may hang or die
-bug) module=harness.teach.museum ranked= ;; # and so do this, check, conform and watch
+bench) module=zerolab.measure.bench ;;
+memory | report) module=zerolab.measure.$command ranked= ;; # a report starts its ranks itself, as they may hang or die
+bug) module=zerolab.teach.museum ranked= ;; # and so do this, check, conform and watch
 plan) module=extra.planner ranked= ;;
 watch) module=extra.watch ranked= ;;
-conform) module=harness.properties.conform ranked= ;;
+conform) module=zerolab.properties.conform ranked= ;;
 sweeps) fail "sweeps is an option now: ./launch.sh bench --sweeps" ;;
 ratios) fail "ratios is an option now: ./launch.sh bench --ratios FILE..." ;;
 figures) fail "figures are drawn by ./launch.sh docs, one of them by docs --figure NAME" ;;
-articles | changes | docs | exercise | check) module=harness.teach.$command ranked= ;;
+articles | changes | docs | exercise | check) module=zerolab.teach.$command ranked= ;;
 notebooks)
     module=jupyterlab own=("--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then
@@ -131,10 +131,10 @@ fi
 # Paths on the command line begin where the user stands, so nobody changes the folder. The project is found wherever
 # that is, and nothing that lies there is imported in its place (PYTHONSAFEPATH).
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-# What is started here ends with whoever has started this, or with this shell (harness/run/starter.py).
+# What is started here ends with whoever has started this, or with this shell (zerolab/run/starter.py).
 export ZERO_STARTER=${ZERO_STARTER:-$$}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
-start=$here/harness/run/start.py
+start=$here/zerolab/run/start.py
 if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
     shift
     exec "$python" -m extra.simulated_gpu.run "$@"
@@ -176,9 +176,9 @@ for option in "$@"; do # an answer that needs no ranks
 done
 
 # One process without ranks checks the options, so that a mistake is one line and not one per rank, and chooses
-# the number of ranks (harness/run/process_group.py): the last two lines are N, and why.
+# the number of ranks (zerolab/run/process_group.py): the last two lines are N, and why.
 echo "checking the options (importing torch takes a few seconds)"
-asked=(harness.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
+asked=(zerolab.measure.enough_memory "$module" "${own[@]}" "$@") # which asks one question more
 plan=$(ZERO_PREFLIGHT=${ranks:-auto} "$python" "$start" "${asked[@]}") || exit $(($? == 130 ? 130 : 2))
 why=${plan##*$'\n'} ranks=${plan%$'\n'*}
 ranks=${ranks##*$'\n'} # what stands before these two lines a file of the user's has printed
@@ -200,4 +200,4 @@ if [ "$command" = train ]; then
 fi
 program=("$ranks" -m "$module" "${own[@]}" "$@")
 echo "+ OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun ${how[*]} --nproc-per-node ${program[*]}"
-exec "$python" "$start" harness.run.torchrun "${how[@]}" --nproc-per-node "${program[@]}"
+exec "$python" "$start" zerolab.run.torchrun "${how[@]}" --nproc-per-node "${program[@]}"

@@ -1,247 +1,93 @@
 """ZeRO-1: every rank keeps 1/N of the optimizer state.
 
-Several processes, called **ranks**, train one model together, usually each on a GPU of its own. Their number N is the
-**world size**. In data-parallel training (torch's is DDP) every rank has the whole model, and data of its own. The
-ranks average their gradients, so all make the same update, and all keep the same **optimizer state** (AdamW's is two
-numbers for each parameter): N copies of one thing. Under ZeRO-1 a rank owns 1/N of the parameters. It keeps the state
-of these alone and updates these alone. Then the ranks give each other what they have updated.
+N processes, called ranks, train one model together. In data-parallel training (DDP) every rank has the whole model and
+its own batch. The ranks average their gradients, so all of them make the same update, and all of them keep the same
+optimizer state: N copies. Under ZeRO-1 a rank owns 1/N of the parameters. It keeps the optimizer state for this part
+only and updates this part only. Then the ranks exchange what they have updated.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [########]   [########]   [########]   [########]
-    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]     (1/N of every bucket, see below)
+    optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two (no padding here):
+One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two weights:
 
                                  rank 0                   rank 1
-    weights                      1.0  2.0  3.0  4.0       1.0  2.0  3.0  4.0
-    2 backward: own gradients    2    0    4    2         4    2    0    6
-    3 reduce:   their mean       3    1    2    4         3    1    2    4
-    4 update:   own weights      0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6     (the other half is old now)
-    5 gather:   all weights      0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6
+    0 partition, 1 forward       1.0  2.0  3.0  4.0       1.0  2.0  3.0  4.0      the weights
+    2 backward                   2    0    4    2         4    2    0    6        local gradients, of different batches
+    3 reduce                     3    1    2    4         3    1    2    4        their mean: one all-reduce
+    4 update                     0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6      the other half is stale
+    5 gather                     0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6      one all-gather
 
-    view             a tensor on the memory of another one (on its **storage**), perhaps on a part of it
-    hook             a function that torch calls at a certain moment
-    bucket           parameters laid end to end in one flat buffer, filled up with zeros (padding)
-    shard            one of the N equal parts of a bucket. Rank r owns shard r
-    piece            one parameter's elements inside this rank's shard. The optimizer is handed pieces
-    process group    the ranks that communicate. They all call a **collective** together, and in the same order
-    all-gather       every rank gets all shards
-    reduce-scatter   rank r gets shard r of the sum
-    all-reduce       every rank gets the whole sum: a reduce-scatter and an all-gather in one
-    work             a collective that was started: it is **in flight** until `work.wait()`. On a CPU Python waits
-                     there. On a GPU the kernels queued after `wait()` wait, and Python goes on
-
-Ψ is the number of parameters. A rank holds, in bytes (float32, AdamW), and sends per step, in elements:
-
-    DDP    4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state      (7e9 parameters: 112 GB)       2Ψ, an all-reduce
-    here   4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state    (N = 8: 63 GB)     3Ψ (see `reduce_gradients`)
-    peak   8Ψ + 8Ψ/N + one gradient on its way into the bucket, and activations, which forward keeps for backward; or
-           AdamW's temporary copies in the update (on a GPU some 4Ψ/N), if these are more
-
-What is sent is really (N-1)/N of these numbers: all chapters leave the (N-1)/N out. (gloo, the library for CPUs, sends
-more: its reduce-scatter is an all-reduce.) Steps have the same numbers in all chapters. Paper: ZeRO (Rajbhandari et
-al., 2020), sections 5.1 "P_os", which counts mixed precision, 4Ψ + 12Ψ/N, and 7. Article: "AI in Multiple GPUs: ZeRO
-& FSDP". Run it: ./launch.sh zero1 2
+All chapters number the steps like this. Run it: torchrun --nproc-per-node 2 zero1.py
+Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_1`.
 """
 
-from functools import partial
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function  # gives a step its name in profiles, and computes nothing
+from torch import nn
+from torch.profiler import record_function  # names a step in profiles; computes nothing
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-
-
-class Bucket:
-    """Parameters in one flat buffer, cut into one equal shard per rank.
-
-    Say N = 4, all begins at multiples of 4, and a to d have 15, 3, 9, 3 elements. Then `offsets` are 0, 16, 20, 32:
-
-        element  0         10        20        30        40
-        flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding)
-        shard    000000000000111111111111222222222222333333333333     (the rank that owns it)
-
-    Rank 1 has three pieces: the end of a, all of b, the start of c. Rank 3 owns padding alone, and takes part in every
-    collective. If each rank owned whole layers, some would own more than others, and all would wait for these ranks.
-    """
-
-    def __init__(self, named_params, group):
-        self.names, self.params = zip(*named_params)  # of one dtype, on one device
-        self.group = group
-        self.world_size = dist.get_world_size(group)
-        align = self.alignment()  # in elements: all offsets, and the shard's size, are multiples of it
-        self.offsets = []  # where each parameter begins in the flat buffer
-        end = 0
-        for param in self.params:
-            self.offsets.append(end)
-            end += -(-param.numel() // align) * align  # -(-a // b) is a / b, rounded up
-        part = -(-end // self.world_size)
-        part = max(part, 1)  # never empty, even if all parameters are
-        self.shard_numel = -(-part // align) * align
-        self.numel = self.shard_numel * self.world_size
-        start = dist.get_rank(group) * self.shard_numel
-        self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
-        self.cuts = []  # (number of a parameter, where its part begins in this rank's shard, where it ends)
-        for index, param in enumerate(self.params):
-            first = self.offsets[index] - start
-            begin = max(first, 0)
-            end = min(first + param.numel(), self.shard_numel)
-            if begin < end:
-                self.cuts.append((index, begin, end))
-        self.flat = self.flatten()  # all parameters, (numel,)
-        self.shard = self.flat[self.own]  # this rank's part: a view (shard_numel,)
-        self.pieces = self.make_pieces()
-        self.gradient = None  # ZeRO-1 alone: all gradients, (numel,), kept for ever
-        self.missing = set()  # numbers of the parameters whose gradient has still to come
-
-    def alignment(self):
-        """16 bytes, on a GPU 256, in elements. Unaligned tensors take other kernels, which round differently."""
-        param = self.params[0]
-        nbytes = 256 if param.is_cuda else 16
-        return nbytes // param.element_size()
-
-    def flatten(self):
-        """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
-        flat = self.params[0].new_zeros(self.numel)
-        for index, param in enumerate(self.params):
-            place = self.place(flat, index)
-            place.copy_(param)
-            param.data = place  # the same object as before, but who writes into `flat` now writes into the weights
-        dist.broadcast(flat, group_src=0, group=self.group)  # all ranks start from rank 0's weights
-        return flat
-
-    def place(self, flat, index):
-        """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
-        begin = self.offsets[index]
-        param = self.params[index]
-        end = begin + param.numel()
-        return flat[begin:end].view(param.shape)
-
-    def cut(self, shard):
-        """This rank's part of each parameter, where it has one: 1-D views of a shard (shard_numel,)."""
-        return [shard[begin:end] for _, begin, end in self.cuts]
-
-    def make_pieces(self):
-        """A piece is a slice of the shard, which is a slice of `flat` (in ZeRO-3 a copy), which is the weights."""
-        pieces = []
-        for part in self.cut(self.shard):
-            piece = part.detach()  # autograd does not see what the optimizer writes
-            pieces.append(piece.requires_grad_())  # as optimizers expect of a parameter
-        return pieces
-
-    def gather(self):
-        """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work."""
-        return all_gather(
-            self.flat,  # receives all shards
-            self.shard,  # is sent; in ZeRO-1 and -2 from its own place in `flat`
-            group=self.group,
-            async_op=True,  # only start it: the caller waits
-        )
-
-    def watch(self, on_gradient):
-        """Have autograd call `on_gradient(bucket, index, param)` whenever it has finished a `param.grad`."""
-        for index, param in enumerate(self.params):
-            hook = partial(on_gradient, self, index)
-            param.register_post_accumulate_grad_hook(hook)
-
-    def drop_gradients(self):
-        for tensor in (*self.params, *self.pieces):
-            tensor.grad = None
-
-    def take_gradient(self, index):
-        """`param.grad` of one parameter, which is None from now on."""
-        param = self.params[index]
-        gradient = param.grad
-        param.grad = None
-        if gradient.is_sparse:
-            raise RuntimeError(f"sparse gradient of {self.names[index]!r}: build its embedding with sparse=False")
-        return gradient
-
-    def require_gradients(self):
-        names = [self.names[index] for index in sorted(self.missing)]
-        if names:
-            raise RuntimeError(f"no gradient for {names}: use it in each backward, or freeze it before the build")
-
-
-def by_size(model, bucket_mb):
-    """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one that is larger. A run becomes a bucket.
-
-    A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on one is sent while backward computes the
-    next, so there are several: the default is a sixth of the model, between 1 and 25 MiB. 0: one per parameter.
-    """
-    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-    if bucket_mb is None:
-        model_mb = sum(param.nbytes for _, param in trained) / 2**20
-        bucket_mb = min(25, max(1, model_mb / 6))
-    runs = []
-    room = 0
-    dtype = None
-    for name, param in reversed(trained):  # backward reaches the last ones first: they come first
-        if param.nbytes > room or param.dtype != dtype:
-            runs.append([])
-            room = bucket_mb * 2**20
-            dtype = param.dtype  # a buffer has one
-        runs[-1].append((name, param))
-        room -= param.nbytes
-    return runs
-
-
-def share_the_rest(model, group):
-    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone (DDP sends buffers)."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.requires_grad:
-            whole = tensor.contiguous()  # a collective reads memory from end to end, without gaps
-            dist.broadcast(whole, group_src=0, group=group)
-            tensor.copy_(whole)
-
-
-def gather_parameters(buckets):
-    """Step 5: all buckets are started before the first is waited for."""
-    works = [bucket.gather() for bucket in buckets]
-    for work in works:
-        work.wait()
-
-
-def over_pieces(optimizer_cls, buckets):
-    """The optimizer of this rank. One that owns only padding has no piece; torch refuses an empty list."""
-    pieces = []
-    for bucket in buckets:
-        pieces += bucket.pieces
-    return optimizer_cls(pieces or [torch.zeros(0)])
+# torch 2.13 renamed this collective. Every rank sends one shard and receives all of them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ZeRO1:
-    """Data-parallel training of `model` with the optimizer state cut into N.
+    """Train `model` on several ranks, each of which keeps 1/N of the optimizer state.
 
-    `optimizer_cls` takes the list of this rank's pieces (1-D tensors) and returns a `torch.optim.Optimizer` that treats
-    each element by itself, as SGD and AdamW do. `group`: the ranks (default: all). In a loop of your own:
-    `loss_fn(engine(x), y).backward()`, `engine.step()`, `engine.zero_grad()`. Several backwards before a step add up.
+    optimizer   a torch optimizer over the model's parameters, with one parameter group. From here on it updates this
+                rank's shards, which take the parameters' place in its group. Schedulers keep working. (The article
+                builds the optimizer over the shards. Here it is yours, so its options can follow the real parameters.)
+    bucket_mb   see `group_by_size`
+    group       the process group, by default all ranks
 
-    It trains any model, on one device, in which a backward gives each trained parameter one gradient, on all ranks
-    alike. It does not see weights that are replaced, moved, frozen or unfrozen later, a `step()` between a forward and
-    its backward, `optimizer.zero_grad()`, torch's clipping (which finds no `param.grad`), and optimizers that look at
-    whole tensors (LAMB). The model's hooks keep it alive. `ZeRO1Engine` (harness/engine/stages.py) sees all that.
+    In your own loop: `loss_fn(engine(x), y).backward()`, `engine.step()`, `engine.zero_grad()`, on all ranks. Several
+    backwards before a step add up.
+
+    Trains        any model on one device: tied, frozen, recomputed, of several dtypes, with evaluations in between. An
+                  unused parameter has a gradient of zero, so AdamW still decays it. Batches must have the same size on
+                  all ranks, because the mean over ranks is the mean over samples only then.
+    Raises        in `check`, before anything is sent. In `step()`, for a `param.grad` that is no longer the one made
+                  here (`model.zero_grad()`, `param.grad = None`, `backward(create_graph=True)`), and after
+                  `optimizer.zero_grad()`. In `optimizer.step()` or a GradScaler's, where `engine.step()` was needed.
+    Not detected  - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build, or written to by
+                    the forward itself (`Embedding(max_norm=...)`, on each rank for its own batch).
+                  - A model that differs between ranks, or a rank that does not call `step()`: the others wait.
+                  - torch's `clip_grad_norm_`: it clips by the norm of this rank's local gradients.
+                  - Optimizers that look at whole tensors (LAMB, 8-bit states chosen by size): they see flat shards.
+                  - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
+                  - A second stage over the same model. A copy or a pickle of the stage.
     """
 
-    def __init__(self, model, optimizer_cls, *, bucket_mb=None, group=None):
+    def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
+        check(model, optimizer, group)
         self.model = model
+        self.optimizer = optimizer
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.buckets = self.partition(bucket_mb)
-        self.optimizer = over_pieces(optimizer_cls, self.buckets)
-        self.watch_gradients()
+        self.reduced = False  # True from step 3 to the next `zero_grad()`
+        with record_function("step 0 partition"), torch.no_grad():
+            self.buckets = self.partition(bucket_mb)
+            self.take_over_optimizer()
         self.zero_grad()
 
     def partition(self, bucket_mb):
-        """Step 0: who owns what."""
-        with record_function("step 0 partition"), torch.no_grad():
-            share_the_rest(self.model, self.group)
-            buckets = [Bucket(run, self.group) for run in by_size(self.model, bucket_mb)]
-            for bucket in buckets:
-                bucket.gradient = torch.zeros_like(bucket.flat)  # reused in every step, which is cheaper than a new one
-            return buckets
+        """Step 0: decide which rank owns what."""
+        broadcast_untrained(self.model, self.group)
+        buckets = [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
+        for bucket in buckets:
+            bucket.make_gradient()
+        return buckets
+
+    def make_bucket(self, named_params):
+        return Bucket(named_params, self.group)
+
+    def take_over_optimizer(self):
+        """Step 0: the optimizer gets this rank's shards."""
+        take_over(self.optimizer, self.buckets)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -251,68 +97,336 @@ class ZeRO1:
         with record_function("step 1 forward"):
             loss = loss_fn(self(inputs), targets)
         with record_function("step 2 backward"):
-            loss.backward()  # inside it autograd calls `on_gradient`, once for each parameter
+            loss.backward()  # autograd adds into `param.grad`, which is a view of the bucket's gradient buffer
         self.step()
         self.zero_grad()
         return loss.detach()
 
     def step(self):
-        """Steps 3 to 5, after `backward()`: from this rank's gradients to updated parameters on every rank."""
+        """Steps 3 to 5, after `backward()`: from local gradients to updated parameters on every rank."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
         with record_function("step 4 update the shard"):
-            self.optimizer.step()  # now this rank's shard of the weights is new, and the others' are old
+            self.optimizer.step()  # now this rank's shard of the weights is new, and the others are stale
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        Every rank receives all sums and uses 1/N of them, as in the article. The paper claims 2Ψ with step 5: that
-        takes a reduce-scatter (./launch.sh exercise zero1_2psi). Backward is over: nothing is computed meanwhile.
+        As in the article, every rank receives the whole sum and uses 1/N of it. A reduce-scatter would bring only this
+        part: that is ZeRO-2's. All buckets are started before the first one is waited for. A communicator runs its
+        collectives one after the other in any case. But if each were waited for first, a CPU would queue the next one
+        late, and a GPU could not divide one bucket while the next one travels.
         """
-        for bucket in self.buckets:
-            bucket.require_gradients()  # of all, before anything is sent
-        works = [dist.all_reduce(bucket.gradient, group=self.group, async_op=True) for bucket in self.buckets]
+        self.check_gradients()  # of all buckets, before anything is sent
+        works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
-            work.wait()
-            bucket.gradient /= bucket.world_size
-            parts = bucket.cut(bucket.gradient[bucket.own])
-            for piece, part in zip(bucket.pieces, parts):
-                piece.grad = part  # a view, no copy
+            work.wait()  # on a CPU Python waits here; on a GPU only the kernels queued after this wait
+            self.finish_reduce(bucket)
+        self.reduced = True
+
+    def start_reduce(self, bucket):
+        return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
+
+    def finish_reduce(self, bucket):
+        bucket.gradient /= self.world_size
+        bucket.shard.grad = bucket.gradient[bucket.own]  # a view, no copy
+
+    def check_gradients(self):
+        """Raise RuntimeError for a gradient that is not in its bucket any more. It would not be sent."""
+        for bucket in self.buckets:
+            for name, param, grad in zip(bucket.names, bucket.params, bucket.grads):
+                if param.grad is not grad:
+                    raise RuntimeError(
+                        f"param.grad of {name!r} was replaced, so its gradient is not in the bucket. Change gradients "
+                        "in place, clear them with zero_grad() of this stage and not of the model, and call backward() "
+                        "without create_graph=True. Call zero_grad() of this stage now, and then the next forward"
+                    )
+            if self.reduced and bucket.shard.grad is None:
+                raise RuntimeError(
+                    "optimizer.zero_grad() cleared this rank's shard only, so the gradients of the last step are still "
+                    "in the buckets. Call zero_grad() of this stage instead"
+                )
 
     def zero_grad(self):
-        """Drop all gradients, after `step()`. The next backward writes over `bucket.gradient`."""
+        """Clear all gradients, after `step()`."""
+        self.reduced = False
         for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.params)))
-            bucket.drop_gradients()
-
-    def watch_gradients(self):
-        """Set up once: autograd calls `on_gradient` whenever it has finished a `param.grad`."""
-        for bucket in self.buckets:
-            bucket.watch(self.on_gradient)
-
-    def on_gradient(self, bucket, index, param):
-        """Inside step 2: `param.grad` is finished. It moves into the bucket, so it exists only once."""
-        gradient = bucket.take_gradient(index)  # were `param.grad` this place, `model.zero_grad()` would drop it
-        place = bucket.place(bucket.gradient, index)
-        if index in bucket.missing:
-            place.copy_(gradient)  # over what the step before has left there
-            bucket.missing.remove(index)
-        else:
-            place.add_(gradient)  # a later backward of the same step
+            bucket.gradient.zero_()
+            bucket.shard.grad = None  # until step 3 there is no mean
+            for param, grad in zip(bucket.params, bucket.grads):
+                param.grad = grad  # again, in case somebody has replaced it
 
 
-# Without step 5 each rank goes on with N-1 old shards: nothing complains, it learns worse. Without `work.wait()` the
-# optimizer reads gradients, and forward weights, that are still being written. Without `async_op` each collective waits
-# for the one before. Without `missing` a parameter that got no gradient is updated with that of the step before.
+class Bucket:
+    """Parameters laid end to end in one flat buffer, which is cut into N equal shards. Rank r owns shard r.
+
+    Say N = 4, everything begins at multiples of 4, and a to d have 15, 3, 9 and 3 elements. Then `offsets` are 0, 16,
+    20 and 32:
+
+        element  0         10        20        30        40
+        flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding, zeros)
+        shard    000000000000111111111111222222222222333333333333     (the rank that owns it)
+
+    Cuts fall inside parameters, and a shard may be all padding. If each rank owned whole layers, some ranks would own
+    more than others, and all would wait for them. The optimizer gets the shard as one flat tensor. So it must treat
+    each element by itself, as SGD and AdamW do.
+
+    tensor      shape           memory                                             lives
+    flat        (numel,)        its own; every weight is a view of it              always (in ZeRO-3: while gathered)
+    shard       (shard_numel,)  a view of `flat` (in ZeRO-3: its own)              always
+    gradient    (numel,)        its own; every `param.grad` is a view of it        always, in ZeRO-1 only
+    shard.grad  (shard_numel,)  a view of `gradient` (in ZeRO-2 and -3: its own)   from step 3 to `zero_grad()`
+    """
+
+    def __init__(self, named_params, group):
+        self.names, self.params = zip(*named_params)  # all of one dtype
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        align = self.alignment()
+        self.offsets = []  # where each parameter begins in `flat`
+        end = 0
+        for param in self.params:
+            self.offsets.append(end)
+            end += round_up(param.numel(), align)
+        largest = -(-max(end, 1) // self.world_size)  # end / N, rounded up, and never empty
+        self.shard_numel = round_up(largest, align)
+        self.numel = self.shard_numel * self.world_size
+        start = dist.get_rank(group) * self.shard_numel
+        self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
+        self.flat = self.flatten()
+        self.shard = self.make_shard()
+        self.gradient = None  # ZeRO-1: see `make_gradient`
+        self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not brought yet
+
+    def alignment(self):
+        """16 bytes, on a GPU 256, in elements. Kernels may round differently on memory that is not aligned.
+
+        With aligned weights the losses equal DDP's to the bit.
+        """
+        param = self.params[0]
+        nbytes = 256 if param.is_cuda else 16
+        return max(1, nbytes // param.element_size())
+
+    def flatten(self):
+        """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
+        flat = self.lay_out(self.params, self.params[0].dtype)
+        for index, param in enumerate(self.params):
+            # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Autograd does
+            # not notice these writes, because `param.data = ...` keeps the parameter's own version counter.
+            param.data = self.place(flat, index)
+        dist.broadcast(flat, group_src=0, group=self.group)  # all ranks start with rank 0's weights
+        return flat
+
+    def lay_out(self, tensors, dtype):
+        """A new whole buffer (numel,): the given tensors, one per parameter, in their places, and zeros between."""
+        flat = torch.zeros(self.numel, dtype=dtype, device=self.params[0].device)
+        for index, tensor in enumerate(tensors):
+            self.place(flat, index).copy_(tensor)
+        return flat
+
+    def make_shard(self):
+        """What the optimizer updates: this rank's part of `flat`. A leaf, as optimizers require."""
+        return self.flat[self.own].detach().requires_grad_()
+
+    def place(self, flat, index):
+        """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
+        begin = self.offsets[index]
+        param = self.params[index]
+        return flat[begin : begin + param.numel()].view(param.shape)
+
+    def make_gradient(self):
+        """Step 0 of ZeRO-1: a buffer for the gradients. Zeros, so that autograd can add to it and padding stays zero.
+
+        Every `param.grad` is a view of it, made here once. A gradient so exists only once, and needs no hook to get
+        into the bucket.
+        """
+        self.gradient = torch.zeros_like(self.flat)
+        self.grads = [self.place(self.gradient, index) for index in range(len(self.params))]
+
+    def gather(self):
+        """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work, to wait for."""
+        return all_gather(
+            self.flat,  # receives all shards
+            self.shard.detach(),  # is sent; in ZeRO-1 and -2 from its own place in `flat`
+            group=self.group,
+            async_op=True,
+        )
 
 
-def main():
-    from harness.measure import walkthrough
+def check(model, optimizer, group=None):
+    """Raise an error for what a stage cannot train, on every rank alike and before anything is sent."""
+    named = dict(model.named_parameters())
+    trained = {param: name for name, param in named.items() if param.requires_grad}
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
+    if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
+        raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    devices = {param.device for param in named.values()}
+    if len(devices) > 1 or next(iter(devices)).type == "meta":
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
+    if len(optimizer.param_groups) != 1:
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
+        )
+    (param_group,) = optimizer.param_groups
+    left_out = [name for param, name in trained.items() if param not in set(param_group["params"])]
+    if left_out:
+        raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
+    foreign = set(param_group["params"]) - set(named.values())
+    if foreign:
+        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's: build it anew")
+    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
+        raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
-    walkthrough.run(ZeRO1, __doc__)
+
+def broadcast_untrained(model, group):
+    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
+            whole = tensor.contiguous()  # a collective needs memory without gaps
+            as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
+            dist.broadcast(as_bytes, group_src=0, group=group)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+
+def group_by_size(model, bucket_mb):
+    """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one larger parameter. A run fills a bucket.
+
+    A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on a bucket is sent while backward computes
+    the next one, so there are several: the default is a sixth of the model, between 1 and 25 MiB. With 0 every
+    parameter has its own bucket.
+    """
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    if bucket_mb is None:
+        model_mb = sum(param.nbytes for _, param in trained) / 2**20
+        bucket_mb = min(25, max(1, model_mb / 6))
+    runs = []
+    room = 0
+    dtype = None
+    for name, param in reversed(trained):  # backward usually reaches the last ones first
+        if param.nbytes > room or param.dtype != dtype:  # a buffer has one dtype
+            runs.append([])
+            room = bucket_mb * 2**20
+            dtype = param.dtype
+        runs[-1].append((name, param))
+        room -= param.nbytes
+    return runs
+
+
+def take_over(optimizer, buckets):
+    """Step 0: the shards take the parameters' place in the optimizer's group."""
+    (param_group,) = optimizer.param_groups
+    before = dict(optimizer.state)  # empty, except for Adagrad, which creates its state in its constructor
+    optimizer.state.clear()  # else the state of whole parameters would stay alive
+    for bucket in buckets:
+        for key in before.get(bucket.params[0], {}):
+            values = [before[param][key] for param in bucket.params]
+            if key != "step":  # one value per element, so it is laid out and cut like the parameters
+                optimizer.state[bucket.shard][key] = bucket.lay_out(values, values[0].dtype)[bucket.own].clone()
+            else:
+                optimizer.state[bucket.shard][key] = values[0]
+    param_group["params"][:] = [bucket.shard for bucket in buckets]
+    param_group.pop("param_names", None)  # there if the optimizer was built over named_parameters()
+    optimizer.register_step_pre_hook(refuse_early_step)
+
+
+def refuse_early_step(optimizer, args, kwargs):
+    """torch calls this before each `optimizer.step()`, which would skip shards that have no gradient yet."""
+    for param_group in optimizer.param_groups:
+        if any(shard.grad is None for shard in param_group["params"]):
+            raise RuntimeError("optimizer.step() was called before the gradients were reduced: call engine.step()")
+
+
+def gather_parameters(buckets):
+    """Step 5: all buckets are started before the first one is waited for."""
+    works = [bucket.gather() for bucket in buckets]
+    for work in works:
+        work.wait()
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+def held(tensors):
+    """Bytes of the storages under these tensors, each counted once. A freed storage has 0."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def main(stage):
+    """Train a small model to predict the next character of zero1.py, and print what each rank holds."""
+    if "RANK" not in os.environ:
+        raise SystemExit(f"started without torchrun. Run: torchrun --nproc-per-node 2 {stage.__name__.lower()}.py")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count()
+    backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"  # over gloo ranks can share a GPU
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    rank = dist.get_rank()
+
+    text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), *hidden, nn.Linear(256, 256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = stage(model, optimizer)
+    draws = torch.Generator().manual_seed(rank)  # every rank has its own batches
+    for step in range(1, 201):
+        starts = torch.randint(len(text) - 16, (64,), generator=draws).to(device)
+        windows = text[starts[:, None] + torch.arange(17, device=device)]  # 16 characters and the next one
+        loss = nn.functional.cross_entropy(engine(windows[:, :16]), windows[:, 16])
+        loss.backward()
+        engine.step()
+        shards = optimizer.param_groups[0]["params"]
+        parameters = held([*model.parameters(), *shards])
+        gradients = held(tensor.grad for tensor in [*model.parameters(), *shards])
+        engine.zero_grad()
+        if rank == 0 and step in (1, 10, 50, 100, 150, 200):
+            print(f"step {step:3}: loss {loss.item():.3f} on the batch of rank 0")
+    state = held(value for values in optimizer.state.values() for value in values.values())
+    print(
+        f"{stage.__name__}, rank {rank} of {engine.world_size}: holds {parameters / 1e6:.2f} MB of parameters, "
+        f"{gradients / 1e6:.2f} MB of gradients, {state / 1e6:.2f} MB of optimizer state"
+    )
+    dist.barrier()  # else a rank that leaves early can abort the others
+    dist.destroy_process_group()
+
+
+# Without this line, that happens
+#
+# `gather_parameters` in `step`   each rank goes on with N-1 stale shards; nothing complains, it learns worse
+# `work.wait()`                   the optimizer reads gradients, and forward weights, that are still being written
+# `bucket.gradient /= ...`        gradients are N times too large, which AdamW hides and SGD does not
+# `bucket.gradient.zero_()`       the gradients of all steps add up
+# `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
+# `dist.broadcast` in `flatten`   each rank trains its own model, with the mean of gradients of different models
+#
+# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+#
+#     held, DDP     4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state        7e9 parameters: 112 GB
+#     held, here    4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state      N = 8: 63 GB
+#     peak          8Ψ + 8Ψ/N + activations, which forward keeps for backward + one gradient on its way to the bucket
+#     sent          2Ψ all-reduce + Ψ all-gather = 3Ψ per rank and step. DDP sends 2Ψ
+#
+# Everything that is sent has a factor (N-1)/N, which all chapters leave out. The paper claims 2Ψ for this stage
+# (section 7); that takes a reduce-scatter in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts
+# mixed precision. gloo, the library for CPUs, sends more, because its reduce-scatter is an all-reduce.
 
 
 if __name__ == "__main__":
-    main()
+    main(ZeRO1)

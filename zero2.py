@@ -1,110 +1,87 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-A rank updates its shard only. Once the gradients of all ranks are summed, it has no use for those of the other shards.
-So it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket, ZeRO-2
-sends the bucket in a reduce-scatter. The rank keeps 1/N of the sum. Its own, **whole** gradients are freed when the
-next bucket is sent, or, for the last one, in `step()`.
+A rank updates only its shard. Once the gradients of all ranks are summed, it does not need those of the other shards,
+so it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket, ZeRO-2
+sends the bucket in a reduce-scatter, which gives rank r only shard r of the sum. The local, whole gradients are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step, in elements:
-
-    memory   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 38.5 GB)
-    peak     4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes; without activations, late in backward
-    sent     Ψ reduce-scatter + Ψ all-gather = 2Ψ, as under DDP
-
-Right before the last bucket is sent two have whole gradients: the one that backward is finishing, and the one in
-flight. The former has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
-collectives. Activations are added, but they are largest early in backward, when there are hardly any gradients yet. So
-the peak of gradients and activations together comes early as a rule, and is less than the sum of their two peaks.
-
-ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one, and
-here the all-gather brings parameters and not gradients.
-
-A simple version keeps all gradients until backward is over; the article says that its own does. To do better,
-step 3 must run inside step 2. Buckets are counted from the last layer, which backward reaches first:
+A simple version keeps all gradients until backward is over, as the article says of its own. To do better, step 3 must
+run inside step 2. Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
 
-The words, `Bucket` and step 5 are those of zero1.py. What changes from there: ./launch.sh changes zero1 zero2. Paper:
-ZeRO, sections 5.2 "P_os+g" and 7. Article: "AI in Multiple GPUs", which names `ZeRO_2`. Run it: ./launch.sh zero2 2
+Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather.
+
+Run it: torchrun --nproc-per-node 2 zero2.py
+Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
 """
+
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zero1 import Bucket, by_size, gather_parameters, over_pieces, share_the_rest
+from zero1 import Bucket, broadcast_untrained, check, gather_parameters, group_by_size, main, take_over
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
-
-
-class Reduction:
-    """One bucket's gradients in flight: every rank puts in its whole gradients, and gets its shard of the mean.
-
-    Step 3 of one bucket, in two halves: `__init__` sends, `finish` receives. In between nobody may write into `flat`,
-    as the collective still reads it.
-    """
-
-    def __init__(self, bucket):
-        self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat)  # new for each bucket: the whole gradients, and zeros for padding
-        self.fill()
-        self.shard = torch.empty_like(bucket.shard)  # receives this rank's part of the sum
-        self.work = reduce_scatter(
-            self.shard,
-            self.flat,
-            group=bucket.group,
-            async_op=True,  # only start it
-        )
-
-    def fill(self):
-        """All gradients are copied to their places, and no `param.grad` is left."""
-        bucket = self.bucket
-        for index in range(len(bucket.params)):
-            place = bucket.place(self.flat, index)
-            place.copy_(bucket.take_gradient(index))
-
-    def finish(self):
-        """The sum is there: hand this rank's part of the mean to the optimizer."""
-        self.work.wait()
-        self.flat = None  # the whole gradients are gone, 1/N is left. (On a GPU who uses this memory next is queued.)
-        self.shard /= self.bucket.world_size
-        parts = self.bucket.cut(self.shard)
-        for piece, part in zip(self.bucket.pieces, parts):
-            if piece.grad is None:
-                piece.grad = part  # a view, no copy
-            else:
-                piece.grad += part  # of a later backward before the same step
+# torch 2.13 renamed this collective. Every rank sends a whole buffer and receives its shard of the sum.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ZeRO2:
-    """Data-parallel training of `model` with optimizer state and gradients cut into N.
+    """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments, what it trains and what it cannot see are ZeRO-1's. With k backwards before a step a rank sends kΨ
-    gradients and Ψ parameters. (`ZeRO2Engine` has `no_sync()`: 2Ψ for any k, and 4Ψ bytes of whole gradients.)
+    Arguments and use are those of `ZeRO1`. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
+
+    Trains        as ZeRO-1, but every trained parameter needs a gradient in every backward, on all ranks alike. An
+                  unused parameter is an error: freeze it before the build.
+    Raises        what `check` raises. In a backward, for a sparse gradient, and for a second gradient of a bucket that
+                  was never completed. In `step()`, for a parameter without a gradient, and for a `param.grad` that came
+                  after its bucket was sent. In `optimizer.step()`, where `engine.step()` was needed.
+    Not detected  What ZeRO-1 does not detect, and
+                  - `param.grad` is None after backward. `param.grad = None` changes nothing, and torch's
+                    `clip_grad_norm_` and loops over `param.grad` find nothing. After `reduce_gradients()` the gradients
+                    are in `optimizer.param_groups[0]["params"]`, this rank's shards.
+                  - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added.
+                  - A GradScaler: each rank would look for infs in its own shards only.
     """
 
-    def __init__(self, model, optimizer_cls, *, bucket_mb=None, group=None):
+    def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
+        check(model, optimizer, group)
         self.model = model
+        self.optimizer = optimizer
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.buckets = self.partition(bucket_mb)
-        self.optimizer = over_pieces(optimizer_cls, self.buckets)
-        self.in_flight = None  # the `Reduction` that was sent and not received
-        self.turn = 0  # the number of the bucket that is sent next
+        self.in_flight = None  # the `Reduction` that was sent and not yet received
+        self.turn = 0  # the index of the bucket that is sent next
+        with record_function("step 0 partition"), torch.no_grad():
+            self.buckets = self.partition(bucket_mb)
+            self.take_over_optimizer()
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self.watch_gradients()
         self.zero_grad()
 
     def partition(self, bucket_mb):
-        """Step 0: who owns what."""
-        with record_function("step 0 partition"), torch.no_grad():
-            share_the_rest(self.model, self.group)
-            return [Bucket(run, self.group) for run in by_size(self.model, bucket_mb)]
+        """Step 0: decide which rank owns what."""
+        broadcast_untrained(self.model, self.group)
+        return [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
+
+    def make_bucket(self, named_params):
+        return Bucket(named_params, self.group)
+
+    def take_over_optimizer(self):
+        """Step 0: the optimizer gets this rank's shards."""
+        take_over(self.optimizer, self.buckets)
+
+    def watch_gradients(self):
+        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -119,6 +96,52 @@ class ZeRO2:
         self.zero_grad()
         return loss.detach()
 
+    def on_gradient(self, param):
+        """Inside step 2: `param.grad` is finished."""
+        if self.turn == len(self.buckets):  # all were sent, so this is the first gradient of another backward
+            # Here, and not right after the last bucket was sent: `step()` still has to check `missing`.
+            self.expect_gradients()
+        bucket = self.bucket_of[param]
+        check_gradient(bucket, param)
+        bucket.missing.remove(param)
+        self.send_complete()
+
+    def expect_gradients(self):
+        """Every gradient is missing, and the first bucket is sent next."""
+        self.turn = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.params)
+
+    def send_complete(self):
+        """Send the buckets that have all their gradients, and whose turn it is.
+
+        A collective carries no name: the third one of this rank meets the third one of every other rank. So buckets are
+        sent in one fixed order. Ranks may finish gradients in different orders, for example where a model calls its
+        branches in an order that depends on the data. Then a complete bucket waits, and stays whole.
+        """
+        while self.turn < len(self.buckets) and not self.buckets[self.turn].missing:
+            self.send(self.buckets[self.turn])
+            self.turn += 1
+
+    def send(self, bucket):
+        """Step 3, first half: send one bucket. Backward goes on meanwhile."""
+        with record_function("step 3 reduce gradients"):
+            # The previous bucket travelled while backward computed this one. It is received first, which frees its
+            # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
+            # backward waits here where the network is slower than the computation. DDP keeps all buckets in flight.
+            self.receive()
+            self.in_flight = self.make_reduction(bucket)
+            self.in_flight.start()
+
+    def make_reduction(self, bucket):
+        return Reduction(bucket)
+
+    def receive(self):
+        """Step 3, second half: receive the bucket in flight, if there is one."""
+        if self.in_flight is not None:
+            self.in_flight.finish()
+            self.in_flight = None  # drops its buffers
+
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
         with record_function("step 3 reduce gradients"):
@@ -129,72 +152,146 @@ class ZeRO2:
             gather_parameters(self.buckets)
 
     def reduce_gradients(self):
-        """The end of step 3: receive the last bucket."""
+        """The end of step 3: receive the last bucket. From here on every `shard.grad` is this rank's part of the mean.
+
+        Raises RuntimeError for gradients that did not come, or were not sent.
+        """
         self.receive()
-        for bucket in self.buckets:
-            bucket.require_gradients()
+        check_complete(self.buckets)
 
     def zero_grad(self):
-        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        """Clear all gradients, also those of a backward that did not finish. Call it after `step()`."""
         self.receive()  # else the next step would receive it, and add it
-        self.begin_backward()
+        self.expect_gradients()
         for bucket in self.buckets:
-            bucket.drop_gradients()
-
-    def watch_gradients(self):
-        """Set up once: autograd calls `on_gradient` whenever it has finished a `param.grad`."""
-        for bucket in self.buckets:
-            bucket.watch(self.on_gradient)
-
-    def begin_backward(self):
-        """All gradients are still to come, and the first bucket is sent next."""
-        self.turn = 0
-        for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.params)))
-
-    def on_gradient(self, bucket, index, param):
-        """Inside step 2: `param.grad` is finished."""
-        if self.turn == len(self.buckets):  # all were sent: this is the first gradient of another backward
-            self.begin_backward()
-        bucket.missing.remove(index)  # KeyError: an earlier backward was not complete, and no zero_grad() came
-        self.send_complete()
-
-    def send_complete(self):
-        """Send the buckets whose gradients have all come, and whose turn has.
-
-        A collective carries no name: the third one of this rank meets the third one of every other rank. So buckets are
-        sent in one fixed order. Ranks may finish gradients in different orders, for example where a model calls its
-        branches in the order in which a rank's own data came. Then a complete bucket waits, and stays whole.
-        """
-        while self.turn < len(self.buckets) and not self.buckets[self.turn].missing:
-            self.send(self.buckets[self.turn])
-            self.turn += 1
-
-    def send(self, bucket):
-        """Step 3, first half: send one bucket. Backward goes on meanwhile."""
-        with record_function("step 3 reduce gradients"):
-            # The bucket before has travelled while backward computed this one. It is received first: this frees its
-            # gradients before others are copied. If all come in turn, two at most are whole: that is ZeRO-2.
-            self.receive()
-            self.in_flight = Reduction(bucket)
-
-    def receive(self):
-        """Step 3, second half: receive the bucket in flight, if there is one."""
-        if self.in_flight is not None:
-            self.in_flight.finish()
-            self.in_flight = None
+            bucket.shard.grad = None
+            for param in bucket.params:
+                param.grad = None
 
 
-# Without `missing` nobody knows when a bucket is complete. Without turns ranks that finish gradients in different
-# orders add up different buckets. Without `param.grad = None` all gradients stay whole. Without `receive` in `send` all
-# buckets would be in flight at the end of backward, each with its whole gradients.
+class Reduction:
+    """One bucket's gradients on their way: every rank sends its whole gradients and receives its shard of the mean.
+
+    Between `start` and `finish` nobody may write to `flat`, because the collective still reads it.
+
+    tensor  shape           memory   lives
+    flat    (numel,)        its own  until `finish`: the whole gradients of this rank, and zeros as padding
+    shard   (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or is added to it
+    """
+
+    def __init__(self, bucket):
+        self.bucket = bucket
+        self.flat = self.lay_out_gradients()
+        self.shard = self.flat.new_empty(bucket.shard_numel)
+        self.work = None
+
+    def lay_out_gradients(self):
+        return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
+
+    def start(self):
+        """Send. Backward goes on meanwhile."""
+        self.work = reduce_scatter(self.shard, self.flat, group=self.bucket.group, async_op=True)
+
+    def finish(self):
+        """Receive: this rank's part of the mean becomes the gradient of the shard."""
+        self.work.wait()
+        self.flat = None  # frees the whole gradients. (On a GPU: for the kernels that are queued from here on.)
+        self.average()
+        self.deliver()
+
+    def average(self):
+        self.shard /= self.bucket.world_size  # and not ReduceOp.AVG, which older versions of gloo compute wrongly
+
+    def deliver(self):
+        shard = self.bucket.shard
+        if shard.grad is None:
+            shard.grad = self.shard
+        else:
+            shard.grad += self.shard  # of a later backward before the same step
 
 
-def main():
-    from harness.measure import walkthrough
+def take_gradients(bucket):
+    """Yield the gradient of each parameter; `param.grad` is None from then on.
 
-    walkthrough.run(ZeRO2, __doc__)
+    One at a time, so that each is freed as soon as it is copied to its place.
+    """
+    for param in bucket.params:
+        gradient, param.grad = param.grad, None
+        yield gradient
+
+
+def check_gradient(bucket, param):
+    """Raise RuntimeError for a gradient that cannot be sent."""
+    if param in bucket.missing and not param.grad.is_sparse:
+        return
+    (name,) = [name for name, each in zip(bucket.names, bucket.params) if each is param]
+    if param.grad.is_sparse:
+        raise RuntimeError(f"the gradient of {name!r} is sparse: build its embedding with sparse=False")
+    raise RuntimeError(
+        f"a second gradient of {name!r} came before its bucket was complete: an earlier backward left out some "
+        "parameters. Call zero_grad() of this stage now; then use every trained parameter in every backward"
+    )
+
+
+def check_complete(buckets):
+    """Raise RuntimeError if a parameter has no gradient, or one that was not sent."""
+    missing, left = [], []
+    for bucket in buckets:
+        for name, param in zip(bucket.names, bucket.params):
+            if param in bucket.missing:
+                missing.append(name)
+            elif param.grad is not None:
+                left.append(name)
+    if missing:
+        raise RuntimeError(
+            f"no gradient for {missing}: use every trained parameter in every backward, or freeze it before the build"
+        )
+    if left:
+        raise RuntimeError(
+            f"param.grad of {left} was set after the gradients were sent. Change the gradients of the shards in "
+            "optimizer.param_groups instead, after reduce_gradients()"
+        )
+
+
+def weak_hook(method, *objects):
+    """A hook that calls `method(*objects, ...)` for as long as they live.
+
+    torch keeps hooks in C++, where Python's garbage collector cannot look. A hook that held the stage, which holds the
+    model, which has the hook, would keep all of them alive forever.
+    """
+    method = weakref.WeakMethod(method)
+    objects = [weakref.ref(each) for each in objects]
+
+    def hook(*args):
+        living = method()
+        if living is not None:
+            return living(*[each() for each in objects], *args)
+
+    return hook
+
+
+# Without this line, that happens
+#
+# `bucket.missing.remove`     nobody knows when a bucket is complete
+# `self.turn`                 ranks that finish gradients in different orders add up different buckets
+# `param.grad = None`         all gradients stay whole until `zero_grad()`
+# `self.receive()` in `send`  all buckets are in flight at the end of backward, each with its whole gradients
+# `weak_hook`                 a stage that was dropped stays in memory, and its model with it
+#
+# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+#
+#     held   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     7e9 parameters, N = 8: 38.5 GB
+#     peak   4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes and one backward per step, without activations
+#     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
+#
+# Right before the last bucket is sent two have whole gradients: the one that backward has just finished, and the one in
+# flight. The first of them has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
+# collectives. Activations are largest early in backward, when there are hardly any gradients yet. So the peak of both
+# together usually comes early, and is less than the sum of their peaks.
+#
+# ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one,
+# and here the all-gather brings parameters, not gradients (paper, section 7).
 
 
 if __name__ == "__main__":
-    main()
+    main(ZeRO2)

@@ -1,193 +1,133 @@
 """ZeRO-3: every rank keeps 1/N of the parameters too.
 
-At any moment a model computes in one layer, so only this layer's parameters must be there. ZeRO-3 cuts the model into
-**units**, a transformer block each. A unit is **gathered** right before its forward: an all-gather brings all of its
-parameters to every rank. Right after forward it is **freed**: the gathered buffer gives its memory back, and each rank
-keeps its shard, which has memory of its own. Backward does both once more.
+At any moment a model computes in one layer, so only this layer's parameters have to be whole. ZeRO-3 cuts the model
+into units, a transformer block each. A unit is gathered right before its forward: an all-gather brings all of its
+parameters to every rank. Right after forward it is freed: the gathered buffer gives its memory back, and each rank
+keeps its shard. Backward does both again. What is in no unit (embedding, last norm, head) is the root. It stays
+gathered from the start of forward to its last gradient. Prefetch: the next gather starts before this unit computes.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-What belongs to no unit (embedding, last norm, head) is the **root**. It stays gathered from the start of forward to its
-last gradient. **Prefetch** means to start the all-gather of the next unit before the present one computes.
-
-Per rank, in bytes (float32 and AdamW, one backward per step), and sent per step, in elements:
-
-    memory   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     (7e9 parameters, N = 8: 14 GB)
-    peak     16Ψ/N + R + H + 4U - (R + 2U)/N (R, U: bytes of root, equal units; H: below); no activations, prefetch 1
-    sent     Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ (DDP: 2Ψ)
-
-Late in backward these are alive beside the shards: the root (R), the unit at work and the one prefetched (2U), and the
-gradients of the unit at work and of the one in flight (2U), whole. Root, the unit at work and the one prefetched have
-no gradient shard yet, so (R + 2U)/N is subtracted. The root's first gradients (H: last norm, head) stay whole until the
-embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, more if R - H > 3U - 2U/N. The root is gathered once per
-step, so a little less than 3Ψ is sent.
-
-Step 5 has moved into steps 1 and 2, and all else follows from that: the updated shard is gathered when the next forward
-needs it, unit by unit. In the order of time, for three units and prefetch 1, and under it what is gathered:
+Steps: 0 partition, 1 forward and 2 backward with 5 gather inside both and 3 reduce inside backward, 4 update. The new
+shards are gathered by the next forward. For three units and prefetch 1, with the gathered bytes (R: root, U: a unit):
 
     forward   gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2, free 2
               R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
     backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0, root
               R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
 
-A gather is started before the computation that hides it, and waited for after. The last unit is freed although backward
-soon gathers it again: head and loss come in between, whose activations are among the largest.
-
-Why freeing means resizing the storage. The obvious way to free a weight is `param.data = shard`. It frees little: for
-its backward, `F.linear` has saved `weight.t()`, a view, and a view keeps the whole storage alive. Of 8 linear layers
-7/8 of the gathered bytes stayed (all but the first, whose input needs no gradient). Backward multiplies by these views.
-So they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and every tensor on it keeps its
-shape. Resized to its old size and gathered into, the storage fills all of them again. FSDP2 resizes, too. To read a
-tensor that has no bytes raises an error or crashes the process: harness/engine/safety/guard.py makes it an error.
-
-The other words are those of zero1.py. What changes from chapter 2: ./launch.sh changes zero2 zero3
-Paper: ZeRO (Rajbhandari et al., 2020), sections 5.3 "P_os+g+p" (memory) and 7 (traffic). Article: "AI in Multiple GPUs:
-ZeRO & FSDP", class `ZeRO_3`. Run it: ./launch.sh zero3 2
+Run it: torchrun --nproc-per-node 2 zero3.py. Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs", class `ZeRO_3`.
 """
 
-from functools import partial
-
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
 
-from zero1 import Bucket, over_pieces, share_the_rest
-from zero2 import Reduction
-
-
-class Unit(Bucket):
-    """A module whose parameters are gathered and freed together: a bucket whose `flat` has memory at times only."""
-
-    def __init__(self, name, module, named_params, group):
-        dtypes = {param.dtype for _, param in named_params}
-        if len(dtypes) > 1:
-            raise ValueError(f"unit {name!r} has parameters of {dtypes}: pass units= of one dtype, or take ZeRO3Engine")
-        super().__init__(named_params, group)
-        self.name = name
-        self.module = module
-        self.shard = self.shard.clone()  # so far a view of `flat`; it must survive when `flat` is freed
-        self.pieces = self.make_pieces()
-        self.following = []  # units to gather with it in forward: those that run next
-        self.preceding = []  # units to gather with it in backward
-        self.work = None  # its all-gather in flight
-        self.gathered = True  # `flat` has memory, which `work` may still have to fill
-        self.free()
-
-    def start_gather(self):
-        """Step 5, first half. Nobody may use the unit before `wait`."""
-        if not self.gathered:
-            with record_function("step 5 gather parameters"):
-                self.flat.untyped_storage().resize_(self.flat.nbytes)
-                self.work = self.gather()
-            self.gathered = True
-
-    def wait(self):
-        """Step 5, second half: from here on the unit may compute."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-    def free(self):
-        """Give back the memory of the gathered parameters. This rank's shard stays."""
-        if self.gathered:
-            self.wait()  # never free a buffer that a collective still writes into
-            self.flat.untyped_storage().resize_(0)
-            self.gathered = False
-
-
-def default_units(module):
-    """The modules that become units: the entries of every outermost ModuleList or Sequential."""
-    found = []
-    for child in module.children():
-        is_entry = isinstance(module, (nn.ModuleList, nn.Sequential))
-        if is_entry and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # those are never called themselves
-            found.append(child)
-        else:
-            found += default_units(child)
-    return found
-
-
-def make_units(model, modules, group):
-    """(units, root or None): every trained parameter is in exactly one. One that several units use is the root's."""
-    modules = dict.fromkeys(default_units(model) if modules is None else modules)  # each once
-    units_of = {}  # parameter -> the units that use it; None stands for what lies in no unit
-    inside = {}  # module -> the units in which it lies
-    for unit in modules:
-        for module in unit.modules():
-            inside.setdefault(module, []).append(unit)
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            units_of.setdefault(param, set()).update(inside.get(module, [None]))
-    held = {module: [] for module in (None, *modules)}
-    for name, param in model.named_parameters():
-        users = units_of[param]
-        home = users.pop() if len(users) == 1 else None
-        if param.requires_grad:
-            held[home].append((name, param))
-    units = []
-    names = {module: name for name, module in model.named_modules()}
-    for module in modules:
-        if held[module]:
-            units.append(Unit(names[module], module, held[module], group))
-    root = None
-    if held[None]:
-        root = Unit("root", model, held[None], group)
-    return units, root
-
-
-def line_up(units, root, prefetch):
-    """Prefetch: who is gathered with whom. The root brings the first units in forward, the last ones in backward."""
-    for index, unit in enumerate(units):
-        unit.following = units[index + 1 : index + 1 + prefetch]
-        before = units[max(0, index - prefetch) : index]
-        unit.preceding = before[::-1]
-    if root is not None:
-        root.following = units[:prefetch]
-        root.preceding = units[::-1][:prefetch]
+from zero1 import Bucket, broadcast_untrained, check, main, take_over
+from zero2 import Reduction, check_complete, check_gradient, weak_hook
 
 
 class ZeRO3:
-    """Data-parallel training of `model` with optimizer state, gradients and parameters cut into N.
+    """Train `model` on several ranks, each of which keeps 1/N of optimizer state, gradients and parameters.
 
-    Arguments are ZeRO-1's, with `units`, the modules to gather and free as one (default: `default_units`), in the place
-    of buckets, as they run. `prefetch` is how many units ahead to gather. Call the engine, not the model. k backwards
-    before a step send 3kΨ. What it cannot see, beside ZeRO-1's list: ranks that run units in different orders; a part
-    of a unit that is recomputed alone, or by a reentrant checkpoint; weights outside their unit's forward (in the loss,
-    returned, kept) or changed in it; gradients taken in forward, or through a backward. `ZeRO3Engine` can, or refuses.
+    Arguments and use are those of `ZeRO1`, with these in place of buckets:
+
+    units       the modules to gather and free as one, in the order in which they run. Default: `default_units`
+    prefetch    how many units ahead to gather
+
+    The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. k backwards
+    before a step send 3kΨ. Call the stage, not the model.
+
+    Trains        as ZeRO-2, with activation checkpointing (`use_reentrant=False`) of whole units, and with units that
+                  run more than once.
+    Raises        what ZeRO-2 raises, and for a unit with parameters of several dtypes.
+    Not detected  What ZeRO-2 does not detect, and a freed weight that is read. Depending on the operation this is an
+                  error of torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
+                  gathered ahead but not waited for. It happens with
+                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing or changing a weight;
+                  - a module of the model that is called by itself, or weights that are used outside the forward of
+                    their unit: in the loss, returned, kept, or by another module;
+                  - a part of a unit, or of the root, that is recomputed by itself; a reentrant checkpoint;
+                  - gradients that are taken in forward, or through a backward (`create_graph=True`).
+                  A rank that runs units in another order or alone (`if rank == 0: evaluate()`): the others wait, or
+                  gather a different unit into this one.
     """
 
-    def __init__(self, model, optimizer_cls, *, units=None, prefetch=1, group=None):
+    def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
+        check(model, optimizer, group)
         self.model = model
+        self.optimizer = optimizer
         self.group = group
-        self.world_size = dist.get_world_size(group)
-        self.prefetch = prefetch if self.world_size > 1 else 0  # a rank that is alone waits for nothing
-        self.units, self.root, self.unit_of = self.partition(units)
-        self.all_units = [*self.units, *filter(None, [self.root])]
-        self.optimizer = over_pieces(optimizer_cls, self.all_units)
-        self.in_flight = None  # the `Reduction` that was sent and not received
-        self.backward_number = -1  # autograd's number of the backward that was noticed last
+        self.world_size = torch.distributed.get_world_size(group)
+        self.in_flight = None  # the `Reduction` that was sent and not yet received
+        self.backward_id = None  # autograd's number of the backward that was noticed last
+        # Without gradients: autograd forbids writing to parameters that require one.
+        with record_function("step 0 partition"), torch.no_grad():
+            self.units = self.partition(default_units(model) if units is None else units)
+            self.plan_prefetch(prefetch)
+            self.take_over_optimizer()
+        self.unit_of = {param: unit for unit in self.units for param in unit.params}
+        self.unit_on = {storage_of(unit.flat): unit for unit in self.units}
         self.watch_forward()
         self.watch_gradients()
         self.zero_grad()
 
-    def partition(self, units):
-        """Step 0: who owns what."""
-        with record_function("step 0 partition"), torch.no_grad():
-            units, root = make_units(self.model, units, self.group)
-            line_up(units, root, self.prefetch)
-            share_the_rest(self.model, self.group)
-        unit_of = {storage_of(unit.flat): unit for unit in (*units, root) if unit is not None}
-        return units, root, unit_of
+    def partition(self, modules):
+        """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
+        broadcast_untrained(self.model, self.group)
+        names = {module: name for name, module in self.model.named_modules()}
+        units = []
+        for module, named_params in parameters_by_unit(self.model, modules).items():
+            units += self.make_units(names[module] or "root", module, named_params)
+        return units
+
+    def make_units(self, name, module, named_params):
+        """One unit for a module, or one per dtype, because a buffer has one dtype."""
+        by_dtype = {}
+        for pair in named_params:
+            by_dtype.setdefault(pair[1].dtype, []).append(pair)
+        return [Unit(name, module, pairs, self.group) for pairs in by_dtype.values()]
+
+    def plan_prefetch(self, prefetch):
+        """Step 0: choose the units to gather together with each unit, in forward and in backward.
+
+        The root is used before the first unit and after the last one, so its neighbours are these.
+        """
+        ahead = prefetch if self.world_size > 1 else 0  # one rank alone waits for nothing
+        inner = [unit for unit in self.units if unit.module is not self.model]
+        for index, unit in enumerate(inner):
+            unit.following = inner[index + 1 : index + 1 + ahead]
+            unit.preceding = inner[max(0, index - ahead) : index][::-1]
+        for root in self.units[len(inner) :]:
+            root.following = inner[:ahead]
+            root.preceding = inner[::-1][:ahead]
+
+    def take_over_optimizer(self):
+        """Step 0: the optimizer gets this rank's shards."""
+        take_over(self.optimizer, self.units)
+
+    def watch_forward(self):
+        """Step 0: have torch call `before_forward` and `after_forward` around the forward of each unit."""
+        for unit in self.units:
+            before = weak_hook(self.before_forward, unit)
+            unit.module.register_forward_pre_hook(before, prepend=True)  # before hooks of yours that read weights
+            if unit.module is not self.model:  # the root is freed later
+                unit.module.register_forward_hook(weak_hook(self.after_forward, unit))
+
+    def watch_gradients(self):
+        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
+        for param in self.unit_of:
+            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
-        # Forward saves tensors for backward, weights among them, and backward asks for each when it gets there.
-        with saved_tensors_hooks(self.pack, self.unpack):
+        # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
+        with saved_tensors_hooks(weak_hook(self.pack), weak_hook(self.unpack)):
             output = self.model(*args, **kwargs)
         if not torch.is_grad_enabled():  # an evaluation: no backward will free the root
             self.free_all()
@@ -203,37 +143,10 @@ class ZeRO3:
         self.zero_grad()
         return loss.detach()
 
-    def step(self):
-        """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
-        with record_function("step 3 reduce gradients"):
-            self.reduce_gradients()
-        with record_function("step 4 update the shard"):
-            self.optimizer.step()
-        self.free_all()  # what is still gathered has the old values
-
-    def reduce_gradients(self):
-        """Only a check is left: were all units sent? The last one was received at the end of backward."""
-        for unit in self.all_units:
-            unit.require_gradients()
-
-    def zero_grad(self):
-        """Drop all gradients, also those of a backward that did not finish. Call it after `step()`."""
-        self.receive()  # else the next step would receive it, and add it
-        self.begin_backward()
-        for unit in self.all_units:
-            unit.drop_gradients()
-
-    # The moments of forward.
-
-    def watch_forward(self):
-        """Set up once: torch calls these right before a unit's forward, and right after. The root is freed later."""
-        for unit in self.all_units:
-            unit.module.register_forward_pre_hook(partial(self.before_forward, unit), prepend=True)  # before the user's
-        for unit in self.units:
-            unit.module.register_forward_hook(partial(self.after_forward, unit))
+    # Forward.
 
     def before_forward(self, unit, module, inputs):
-        if in_backward():  # recomputation: backward runs the unit's forward once more
+        if in_backward():  # activation checkpointing runs the unit's forward again, inside backward
             return self.before_backward(unit)
         for each in (unit, *unit.following):
             each.start_gather()
@@ -241,86 +154,93 @@ class ZeRO3:
 
     def after_forward(self, unit, module, inputs, output):
         if in_backward():
-            return  # a recomputed unit stays: its own backward comes now
+            return  # a recomputed unit stays, because its own backward comes now
+        # Also the last unit, although backward soon gathers it again: head and loss come in between, and their
+        # activations are among the largest.
         unit.free()
-        if isinstance(output, torch.Tensor) and output.requires_grad:  # its gradient comes when backward gets here
-            output.register_hook(lambda gradient: self.before_backward(unit))
-
-    # The moments of backward.
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(weak_hook(self.on_output, unit))
 
     def pack(self, tensor):
         """Autograd calls this when forward saves `tensor`, and keeps what it returns.
 
-        That is not the tensor itself: an operation that keeps its own result would keep itself alive, for ever.
+        `detach` gives a tensor on the same memory. An operation that saved its own result would keep itself alive.
         """
-        unit = self.unit_of.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
-        return unit, tensor.detach(), tensor._version
+        return tensor.detach(), tensor._version
+
+    # Backward. Two events show that it has come to a unit, and each of them misses something. Autograd asking for a
+    # saved weight (`unpack`) is exact: it covers the root's weights and losses that leave a unit by a side path, such
+    # as a stored auxiliary loss. A gradient arriving at an output of the unit (`on_output`) covers weights that bypass
+    # `pack`: a checkpoint inside the unit, which runs a part of it again, or a function that keeps a plain view.
 
     def unpack(self, saved):
-        """Autograd calls this in backward, right before it reads a tensor that `pack` has seen."""
-        unit, tensor, version = saved
-        if tensor._version != version:
+        """Autograd calls this in backward, right before it reads a saved tensor."""
+        tensor, version = saved
+        if tensor._version != version:  # autograd checks this itself, but not for tensors that pass through hooks
             raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
+        unit = self.unit_on.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
         if unit is not None:
             self.before_backward(unit)
         return tensor
 
-    def before_backward(self, unit):
-        """Backward has come to `unit`: its output's gradient is there, a weight is asked for, or it runs again.
+    def on_output(self, unit, gradient):
+        """Autograd calls this in backward when it has the gradient of an output of `unit`."""
+        self.notice_backward()
+        if unit.missing:  # else the unit is done: this tensor was an input that it passed on
+            self.before_backward(unit)
 
-        The unit before it in forward is next. The first weight asked for is the root's, the head's: then the last unit
-        is gathered while the head computes.
+    def before_backward(self, unit):
+        """Gather `unit`, and start to gather those that ran before it, which backward needs next.
+
+        The root's head comes first in backward, so the last unit is gathered while the head computes.
         """
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            if each.missing:  # else backward has been there already
+            # Not if backward has been there already. The root's embedding is asked for last, and the last unit, which
+            # is the root's neighbour, would be gathered again.
+            if each.missing:
                 each.start_gather()
         unit.wait()
 
     def notice_backward(self):
-        """Called at everything that backward does: the first time it has just begun."""
+        """Called at everything that backward does. The first time a backward has just begun."""
         number = torch._C._current_graph_task_id()
-        if self.backward_number != number:
-            self.backward_number = number
-            self.begin_backward()
-            Variable._execution_engine.queue_callback(self.end_backward)  # autograd calls it when all is done
+        if self.backward_id != number:
+            self.backward_id = number
+            self.expect_gradients()
+            # Autograd calls this when all is done. In `step()`, as in ZeRO-2, would be too late: with several
+            # backwards before a step the root's whole gradients would stay alive through the next forward.
+            Variable._execution_engine.queue_callback(weak_hook(self.end_backward))
 
-    def begin_backward(self):
-        """All gradients are still to come."""
-        for unit in self.all_units:
-            unit.missing = set(range(len(unit.params)))
+    def expect_gradients(self):
+        """Every gradient is missing."""
+        for unit in self.units:
+            unit.missing = set(unit.params)
 
-    def watch_gradients(self):
-        """Set up once: autograd calls `on_gradient` whenever it has finished a `param.grad`."""
-        for unit in self.all_units:
-            unit.watch(self.on_gradient)
+    def on_gradient(self, param):
+        """Autograd calls this in backward: `param.grad` is finished. With its last one a unit is done.
 
-    def on_gradient(self, unit, index, param):
-        """Inside step 2: `param.grad` is finished. With its last one a unit is done. (If not, `unpack` gathers again.)
-
-        No turns as in ZeRO-2: units are gathered in the order of computation, so all ranks must have the same anyway.
+        Units are sent as they are done, without the turns of ZeRO-2. All ranks gather the units in one order already.
         """
-        self.notice_backward()
-        unit.missing.remove(index)
+        self.notice_backward()  # a bias's gradient can be the first event of all, because an addition saves nothing
+        unit = self.unit_of[param]
+        check_gradient(unit, param)
+        unit.missing.remove(param)
         if not unit.missing:
-            unit.free()
-            self.send(unit)  # `Reduction` needs only the size of `flat`, not its memory
-
-    def end_backward(self):
-        """Nothing is asked for any more. Normally one reduction is left to receive, the root's, and no unit to free."""
-        self.receive()
-        self.free_all()
-
-    def free_all(self):
-        for unit in self.all_units:
-            unit.free()
+            unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
+            self.send(unit)
 
     def send(self, unit):
-        """Step 3, first half, as in ZeRO-2: receive the unit before, then send this one."""
+        """Step 3, first half, as in ZeRO-2: receive the previous unit, then send this one."""
         with record_function("step 3 reduce gradients"):
             self.receive()
-            self.in_flight = Reduction(unit)
+            self.in_flight = self.make_reduction(unit)
+            self.in_flight.start()
+
+    def make_reduction(self, unit):
+        return Reduction(unit)  # it needs the size of `flat`, not its memory
 
     def receive(self):
         """Step 3, second half: receive the unit in flight, if there is one."""
@@ -328,28 +248,166 @@ class ZeRO3:
             self.in_flight.finish()
             self.in_flight = None
 
+    def end_backward(self):
+        """Autograd calls this when backward is over."""
+        self.receive()  # the last reduction, usually the root's
+        self.free_all()  # units without a gradient, and units that were asked for again after their last one
+
+    def free_all(self):
+        for unit in self.units:
+            unit.free()
+
+    # The end of the step.
+
+    def step(self):
+        """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
+        with record_function("step 3 reduce gradients"):
+            self.reduce_gradients()
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+        self.free_all()  # a forward without a backward has left the root gathered, with weights that are stale now
+
+    def reduce_gradients(self):
+        """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""
+        self.receive()  # of a backward that did not finish
+        check_complete(self.units)
+
+    def zero_grad(self):
+        """Clear all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        self.receive()  # else the next step would receive it, and add it
+        self.expect_gradients()
+        for unit in self.units:
+            unit.shard.grad = None
+            for param in unit.params:
+                param.grad = None
+
+
+class Unit(Bucket):
+    """The parameters of a module, gathered and freed together: a bucket whose `flat` has memory only at times.
+
+    tensor      shape           memory                                  lives
+    flat        (numel,)        its own; every weight is a view of it   always, but has memory only while gathered
+    shard       (shard_numel,)  its own                                 always
+    shard.grad  (shard_numel,)  the reduction's `shard`                 from the unit's reduction to `zero_grad()`
+
+    Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That frees little,
+    because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive. (With the
+    article's ZeRO-3 on a small GPT, 655,360 of 957,440 gathered bytes were still alive after forward.) Backward
+    multiplies by these views. So they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and
+    every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them. FSDP2 does
+    the same.
+    """
+
+    def __init__(self, name, module, named_params, group):
+        super().__init__(named_params, group)
+        self.name = name
+        self.module = module
+        self.following = []  # units to gather with it in forward, because they run next
+        self.preceding = []  # units to gather with it in backward
+        self.work = None  # its all-gather in flight
+        self.allocated = True  # whether `flat` has memory; `work` may still have to fill it
+        self.free()
+
+    def make_shard(self):
+        """Memory of its own, which survives when `flat` is freed."""
+        return self.flat[self.own].clone().requires_grad_()
+
+    def start_gather(self):
+        """Step 5, first half. A gather is started before the computation that hides it, and waited for after."""
+        if not self.allocated:
+            with record_function("step 5 gather parameters"):
+                self.flat.untyped_storage().resize_(self.flat.nbytes)
+                self.work = self.gather()
+            self.allocated = True
+
+    def wait(self):
+        """Step 5, second half: from here on the unit may compute."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def free(self):
+        """Give back the memory of the gathered parameters. This rank's shard stays.
+
+        On a GPU Python gets here before the kernels have read the weights. That is safe, because the allocator gives
+        the memory only to kernels that are queued later on the same stream.
+        """
+        if self.allocated:
+            self.wait()  # never free a buffer that a collective still writes to
+            self.flat.untyped_storage().resize_(0)
+            self.allocated = False
+
+
+def default_units(module):
+    """The modules that become units: the entries of every outermost ModuleList or Sequential.
+
+    An entry without a forward of its own only holds other modules. It is never called, so it is looked into.
+    """
+    found = []
+    for child in module.children():
+        is_entry = isinstance(module, (nn.ModuleList, nn.Sequential))
+        has_forward = type(child).forward is not nn.Module.forward
+        if is_entry and has_forward:
+            found.append(child)
+        else:
+            found += default_units(child)
+    return list(dict.fromkeys(found))  # each once
+
+
+def parameters_by_unit(model, modules):
+    """{module: its [(name, parameter)]} for the modules that become units and, last, for the model as the root.
+
+    Every trained parameter is in exactly one of them. The root has what is in no unit, and what several modules share
+    that are not in the same unit (tied weights).
+    """
+    unit_around = {}  # module -> the unit that it is in
+    for unit in modules:
+        for module in unit.modules():
+            unit_around[module] = model if module in unit_around else unit
+    home = {}  # parameter -> the unit that has it
+    for module in model.modules():
+        unit = unit_around.get(module, model)
+        for param in module.parameters(recurse=False):
+            home[param] = unit if home.get(param, unit) is unit else model
+    held = {unit: [] for unit in (*modules, model)}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            held[home[param]].append((name, param))
+    return held
+
 
 def storage_of(tensor):
-    """The same for all views of one storage, with memory or without."""
+    """The same for all views of one storage, with memory or without. None for a sparse tensor, which has several."""
     if tensor.layout is torch.strided:
         return tensor.untyped_storage()._cdata
-    return None  # a sparse tensor has several
+    return None
 
 
 def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# Without `clone` a shard would lie in the memory that is freed. Without `wait` a unit computes with whatever is there.
-# Without `free` in `on_gradient` all units would be whole at the end of backward. Without `free_all` in `step` the next
-# forward would find the root gathered, if a forward without backward has left it so, and use the weights of before.
-
-
-def main():
-    from harness.measure import walkthrough
-
-    walkthrough.run(ZeRO3, __doc__)
+# Without this line, that happens
+#
+# `clone` in `make_shard`         a shard is in the memory that is freed
+# `unit.wait()`                   a unit computes with whatever is in memory
+# `unit.free()` in `on_gradient`  all units are whole at the end of backward
+# `if each.missing`               units that are done are gathered again, and freed only at the end of backward
+# `free_all` in `step`            a root that a forward without a backward left gathered is used with stale weights
+# `free_all` in `__call__`        the same after an evaluation, and its memory stays in use
+#
+# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+#
+#     held   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state      7e9 parameters, N = 8: 14 GB
+#     peak   16Ψ/N + R + H + 4U - (R + 2U)/N, with prefetch 1 and without activations (R, U: bytes of root and unit)
+#     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
+#
+# Late in backward these are alive besides the shards: the root (R), the unit at work and the one prefetched (2U), and
+# the whole gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched
+# have no gradient shard yet, so (R + 2U)/N is subtracted. The root's first gradients (H: last norm and head) stay whole
+# until the embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R - H > 3U - 2U/N. The root is
+# gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
 
 
 if __name__ == "__main__":
-    main()
+    main(ZeRO3)

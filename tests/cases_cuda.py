@@ -10,10 +10,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.ledger import MemoryLedger, let_go, warm_up
-from harness.properties import fixtures
-from harness.properties.overlap import spoilt_until_they_run
-from harness.properties.property import same
+from zerolab.measure.ledger import MemoryLedger, let_go, warm_up
+from zerolab.properties import fixtures
+from zerolab.properties.overlap import spoilt_until_they_run
+from zerolab.properties.property import same
 
 FUSED = partial(torch.optim.AdamW, lr=0.01, fused=True)
 CYCLES = 20_000_000  # of the GPU's clock: some 10 ms, far longer than any kernel here

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from harness.run.starter import end_with_starter  # noqa: E402  it lies there, and torch wants these variables first
+from zerolab.run.starter import end_with_starter  # noqa: E402  it lies there, and torch wants these variables first
 
 end_with_starter()  # xdist's worker with xdist, and all that tests start with the test run
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: tests send it to some.

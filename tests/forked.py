@@ -27,8 +27,8 @@ from pathlib import Path
 
 from pool import forking
 
-from harness.run import ranks
-from harness.run.starter import end_with_starter
+from zerolab.run import ranks
+from zerolab.run.starter import end_with_starter
 
 ROOT = Path(__file__).resolve().parent.parent
 

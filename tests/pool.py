@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from datetime import timedelta
 
-from harness.run.starter import STARTER, end_with_starter
+from zerolab.run.starter import STARTER, end_with_starter
 
 TIMEOUT = 60  # seconds for a collective
 

@@ -1,4 +1,4 @@
-"""Every claim of harness/teach/articles is run again: verdict and numbers must be those of results/articles.json."""
+"""Every claim of zerolab/teach/articles is run again: verdict and numbers must be those of results/articles.json."""
 
 import json
 import re
@@ -7,10 +7,10 @@ from math import inf
 
 import pytest
 
-from harness.run.ranks import ROOT
-from harness.teach import articles
-from harness.teach.articles import Claim
-from harness.teach.articles.__main__ import counts, main, markdown, row, text
+from zerolab.run.ranks import ROOT
+from zerolab.teach import articles
+from zerolab.teach.articles import Claim
+from zerolab.teach.articles.__main__ import counts, main, markdown, row, text
 
 ROWS = json.loads((ROOT / "results" / "articles.json").read_text())
 RECORDED = {(one["article"], one["claim"]): one for one in ROWS}

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tables import TABLES
 from torch import nn
 
-from harness.measure import bench
-from harness.run.data import Batches
-from harness.run.process_group import Rank
+from zerolab.measure import bench
+from zerolab.run.data import Batches
+from zerolab.run.process_group import Rank
 
 
 def test_ratios_are_of_steps_of_one_round():
@@ -27,7 +27,7 @@ def test_ratios_are_of_steps_of_one_round():
 def test_engines_are_measured_beside_each_other(tmp_path):
     names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
     words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]
-    result, other = forked.on_ranks(["-m", "harness.measure.bench", *words], 2)
+    result, other = forked.on_ranks(["-m", "zerolab.measure.bench", *words], 2)
     assert result.returncode == other.returncode == 0, result.stderr[-3000:]
     assert "Warning" not in result.stderr
     rows = json.loads(file.read_text())["sweeps"]["engines"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from harness.properties import fixtures
-from harness.run.engines import CHAPTERS
-from harness.teach import changes
+from zerolab.properties import fixtures
+from zerolab.run.engines import CHAPTERS
+from zerolab.teach import changes
 
 OLD = '''
 class Bucket: ...

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from harness.run.ranks import ROOT
+from zerolab.run.ranks import ROOT
 
 THOROUGH = [pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1, 3, 4)]
 

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.nn import functional as F
 
-from harness.engine import checkpoint
-from harness.engine.all_or_none import all_or_none
-from harness.engine.checkpoint import contents
-from harness.engine.checkpoint.reader import Folder
-from harness.engine.checkpoint.rectangles import rectangles
-from harness.properties import fixtures
-from harness.properties.checkpoints import state_of
-from harness.properties.property import same
-from harness.properties.shared_folder import shared_folder
+from zerolab.engine import checkpoint
+from zerolab.engine.all_or_none import all_or_none
+from zerolab.engine.checkpoint import contents
+from zerolab.engine.checkpoint.reader import Folder
+from zerolab.engine.checkpoint.rectangles import rectangles
+from zerolab.properties import fixtures
+from zerolab.properties.checkpoints import state_of
+from zerolab.properties.property import same
+from zerolab.properties.shared_folder import shared_folder
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 1, 3), (1, 6), (3, 2, 2, 5), (2, 0, 3)])

@@ -7,7 +7,8 @@ from pathlib import Path
 import forked
 import pytest
 
-from harness.properties.conform import (
+from tests.test_engine_file import LISTING, ROOT, STEP
+from zerolab.properties.conform import (
     OUTCOMES,
     arguments,
     cases_on,
@@ -18,8 +19,7 @@ from harness.properties.conform import (
     versions,
     without_places,
 )
-from harness.properties.property import CHAPTERS, GROUPS, STAGES, library
-from tests.test_engine_file import LISTING, ROOT, STEP
+from zerolab.properties.property import CHAPTERS, GROUPS, STAGES, library
 
 LAST = "        dist.all_reduce(self.gradients)\n"
 # {engine: (what is put into the page's listing, and where; the outcome; words of it)}

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from harness.properties import fixtures
-from harness.properties.property import examine, library
+from zerolab.properties import fixtures
+from zerolab.properties.property import examine, library
 
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
@@ -87,7 +87,7 @@ def test_offload_changes_nothing(on_gpus, size, stage):
 
 @needs_gpu
 def test_out_of_memory_is_a_row_and_leaves_nothing():
-    from harness.measure import memory
+    from zerolab.measure import memory
 
     argv = ["--preset", "small", "2", "--seq", "64", "--device", "cuda", "--engines", "ddp,zero3"]
     options = memory.arguments(argv)

@@ -8,8 +8,8 @@ import forked
 import pytest
 from typed_commands import typed
 
-from harness.run.ranks import ROOT
-from harness.teach import docs
+from zerolab.run.ranks import ROOT
+from zerolab.teach import docs
 
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in docs.pages()}
@@ -30,7 +30,7 @@ def test_what_is_generated_is_up_to_date_and_every_block_is_shown_somewhere():
 
 
 def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("harness.measure.figures.FIGURES", {})  # tests/test_figures.py holds that they are drawn
+    monkeypatch.setattr("zerolab.measure.figures.FIGURES", {})  # tests/test_figures.py holds that they are drawn
     (tmp_path / "docs").mkdir()
     page, readme = tmp_path / "docs" / "page.md", tmp_path / "README.md"
     page.write_text("There are <!-- generated: exhibits -->3<!-- end --> bugs, of ZeRO-2 numbers "

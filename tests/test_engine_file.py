@@ -11,10 +11,10 @@ import forked
 import pytest
 import torch
 
-from harness.properties import foreign
-from harness.run.engine_file import NoEngine, _built, enter
-from harness.run.engines import ENGINES
-from harness.run.ranks import ROOT
+from zerolab.properties import foreign
+from zerolab.run.engine_file import NoEngine, _built, enter
+from zerolab.run.engines import ENGINES
+from zerolab.run.ranks import ROOT
 
 PAGE = (ROOT / "docs" / "your-engine.md").read_text()
 LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)

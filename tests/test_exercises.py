@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from pool import CaseFailed
 
-from harness.run import ranks as run_ranks
-from harness.teach import exercise
-from harness.teach.check import report as check
-from harness.teach.check import steps as check_steps
-from harness.teach.exercise import EXERCISES, ROOT, generate
-from harness.teach.museum.exhibits import EXHIBITS
+from zerolab.run import ranks as run_ranks
+from zerolab.teach import exercise
+from zerolab.teach.check import report as check
+from zerolab.teach.check import steps as check_steps
+from zerolab.teach.exercise import EXERCISES, ROOT, generate
+from zerolab.teach.museum.exhibits import EXHIBITS
 
 # What a student may write, in words of their own, and slips made in these.
 DATA = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text())
@@ -127,7 +127,7 @@ def test_what_is_not_found_is_an_error_with_chapter_function_and_words(monkeypat
     monkeypatch.setitem(EXERCISES, "chapter", exercise.Exercise("chapter.py", "Stage", "", (blank,)))
     with pytest.raises(LookupError) as error:
         generate("chapter")
-    said = ("chapter.py", blank.where, str(next(iter(options.values()))), "harness/teach/exercises.toml")
+    said = ("chapter.py", blank.where, str(next(iter(options.values()))), "zerolab/teach/exercises.toml")
     assert all(word in str(error.value) for word in said), error.value
 
 

@@ -8,9 +8,9 @@ import matplotlib.pyplot as plt
 import pytest
 from tables import TABLES
 
-from harness.measure import figures, style
-from harness.measure.memory_parts import PARTS
-from harness.run.ranks import ROOT
+from zerolab.measure import figures, style
+from zerolab.measure.memory_parts import PARTS
+from zerolab.run.ranks import ROOT
 
 # What has no name on an axis: categories (engines, lanes, options), or it shares another's.
 NAMED_AXES = TABLES["named_axes"]

@@ -6,8 +6,8 @@ from tables import TABLES
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp2_compare as referee
-from harness.measure import gpus
-from harness.run.model import GPT, next_token_loss, number_of_parameters, preset
+from zerolab.measure import gpus
+from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 
 
 @pytest.mark.parametrize("name, rates", TABLES["peak_rates"].items())

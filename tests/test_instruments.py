@@ -21,19 +21,19 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.measure import timeline as timelines
-from harness.measure import walkthrough
-from harness.measure.held import engine_tensors, storage_bytes
-from harness.measure.ledger import MemoryLedger
-from harness.measure.memory_parts import PartsLedger
-from harness.measure.timeline import Span, Timeline, chrome_trace
-from harness.measure.traffic import TrafficLedger
-from harness.properties import fixtures
-from harness.run.counterparts import PlainStep
-from harness.run.data import Batches
-from harness.run.model import GPT, PRESETS
-from harness.run.process_group import Rank
 from zero3 import ZeRO3
+from zerolab.measure import timeline as timelines
+from zerolab.measure import walkthrough
+from zerolab.measure.held import engine_tensors, storage_bytes
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.memory_parts import PartsLedger
+from zerolab.measure.timeline import Span, Timeline, chrome_trace
+from zerolab.measure.traffic import TrafficLedger
+from zerolab.properties import fixtures
+from zerolab.run.counterparts import PlainStep
+from zerolab.run.data import Batches
+from zerolab.run.model import GPT, PRESETS
+from zerolab.run.process_group import Rank
 
 # On the ranks.
 

@@ -24,16 +24,16 @@ from torch.distributed.run import parse_args
 from typed_commands import starts
 
 import fsdp2_compare as referee
-from harness.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
-from harness.measure.held import held_bytes
-from harness.run import progress
-from harness.run import ranks as started_by
-from harness.run.engines import ENGINES, named
-from harness.run.model import GPT, preset
-from harness.run.process_group import Rank
-from harness.run.ranks import ROOT
+from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
+from zerolab.measure.held import held_bytes
+from zerolab.run import progress
+from zerolab.run import ranks as started_by
+from zerolab.run.engines import ENGINES, named
+from zerolab.run.model import GPT, preset
+from zerolab.run.process_group import Rank
+from zerolab.run.ranks import ROOT
 
-START = str(ROOT / "harness" / "run" / "start.py")
+START = str(ROOT / "zerolab" / "run" / "start.py")
 
 
 def test_the_referee_compares(tmp_path):
@@ -73,7 +73,7 @@ SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "
 
 def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     """Nothing that lies there is imported in the project's place."""
-    (tmp_path / "harness.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "zerolab.py").write_text("raise SystemExit('not this one')")
     result = forked.launch("compare", "1", *SMALL, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "runs").iterdir()
@@ -180,16 +180,16 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, star
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
         assert (asked, nothing) == (ranks or "auto", "")
-        assert words[:2] == [START, "harness.run.torchrun"]
+        assert words[:2] == [START, "zerolab.run.torchrun"]
         found = parse_args(words[2:])
         assert found.max_restarts == (3 if command == "train" else 0)
         assert found.nproc_per_node == "3" and found.standalone  # as the check has said
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
         assert [*program, *found.training_script_args] == [*program, *stage, *own]
-        assert checked == [START, "harness.measure.enough_memory", started, *stage, *own]
+        assert checked == [START, "zerolab.measure.enough_memory", started, *stage, *own]
     _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
-    assert asked == "" and words[-1] == "--help" and "harness.run.torchrun" not in words
+    assert asked == "" and words[-1] == "--help" and "zerolab.run.torchrun" not in words
 
 
 def test_a_command_without_ranks_is_one_process():
@@ -199,7 +199,7 @@ def test_a_command_without_ranks_is_one_process():
         assert importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
     for option in ("--host", "--ratios"):
         _, ((asked, words),) = starts("bench", "--json", "file", option)
-        assert asked == "" and words[1:] == ["harness.measure.bench", "--json", "file", option]
+        assert asked == "" and words[1:] == ["zerolab.measure.bench", "--json", "file", option]
 
 
 def test_a_mistake_in_the_options_ends_it_before_torchrun():
@@ -219,8 +219,8 @@ import os, sys, time
 from functools import partial
 import torch
 import torch.distributed as dist
-from harness.run import process_group
-from harness.engine import ZeRO{stage}Engine
+from zerolab.run import process_group
+from zerolab.engine import ZeRO{stage}Engine
 
 def main():
     me = process_group.start()

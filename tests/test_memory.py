@@ -10,14 +10,14 @@ import torch
 from tables import TABLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.measure import bench, dry_run, enough_memory, gpus, memory, memory_formulas, tables
-from harness.measure.fake_ranks import fake_ranks
-from harness.measure.memory_parts import HELD, PARTS, PartsLedger
-from harness.measure.memory_tables import all_tables
-from harness.measure.watched_step import watched_step
-from harness.run.engines import CHAPTERS
-from harness.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
-from harness.teach.articles.on_memory import dry as articles_dry
+from zerolab.measure import bench, dry_run, enough_memory, gpus, memory, memory_formulas, tables
+from zerolab.measure.fake_ranks import fake_ranks
+from zerolab.measure.memory_parts import HELD, PARTS, PartsLedger
+from zerolab.measure.memory_tables import all_tables
+from zerolab.measure.watched_step import watched_step
+from zerolab.run.engines import CHAPTERS
+from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
+from zerolab.teach.articles.on_memory import dry as articles_dry
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
 RESULTS = Path(__file__).parent.parent / "results"

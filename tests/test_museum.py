@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from harness.properties.property import Subject, chapter_of, examine, library, subject_class
-from harness.teach import exercise
-from harness.teach.museum import visit as bug
-from harness.teach.museum.exhibits import EXHIBITS, STAGES
+from zerolab.properties.property import Subject, chapter_of, examine, library, subject_class
+from zerolab.teach import exercise
+from zerolab.teach.museum import visit as bug
+from zerolab.teach.museum.exhibits import EXHIBITS, STAGES
 
 # On the ranks.
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engine import accelerator
-from harness.measure import style
-from harness.run.ranks import ROOT
-from harness.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
+from zerolab.engine import accelerator
+from zerolab.measure import style
+from zerolab.run.ranks import ROOT
+from zerolab.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -191,7 +191,7 @@ def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkey
     monkeypatch.setenv("WORLD_SIZE", "7")  # of a torchrun around the notebook
     monkeypatch.setenv("RANK", "3")
     program = tmp_path / "print_it.py"
-    program.write_text("import os, sys, harness\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")
+    program.write_text("import os, sys, zerolab\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")
     capfd.readouterr()
     line = f"torchrun --standalone --nproc-per-node 1 {program}"
     assert notebook.run(line).split() == [quick_python, "1"]
@@ -256,7 +256,7 @@ def test_the_projects_own_way_is_shown_when_the_reader_has_tried(capsys):
         raise NotImplementedError
 
     practice.TRIED.discard("cut")
-    for solution, begins in ((blank, "The project's own"), (by_hand.cut, "# harness")):
+    for solution, begins in ((blank, "The project's own"), (by_hand.cut, "# zerolab")):
         assert practice.check("cut", solution) is (solution is by_hand.cut)
         capsys.readouterr()
         notebook.solution("cut", by_hand.cut)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from harness.teach import practice
-from harness.teach.practice import tasks, threads
+from zerolab.teach import practice
+from zerolab.teach.practice import tasks, threads
 
 HERE = Path(__file__).parent
 DATA = tomllib.loads((HERE / "practice.toml").read_text())

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tables import TABLES
 
-from harness.properties import fixtures
-from harness.run import process_group
+from zerolab.properties import fixtures
+from zerolab.run import process_group
 
 
 @pytest.mark.parametrize("stage", fixtures.STAGES.values(), ids=fixtures.STAGES)

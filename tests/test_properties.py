@@ -1,14 +1,14 @@
-"""Every property of harness/properties, asked of our engines: nothing may be found."""
+"""Every property of zerolab/properties, asked of our engines: nothing may be found."""
 
 import itertools
 
 import pytest
 import torch
 
-from harness.properties.conform import in_names, size_of
-from harness.properties.property import STAGES, NotApplicable, Subject, examine, library, subject
-from harness.run import engines
-from harness.run.counterparts import ddp
+from zerolab.properties.conform import in_names, size_of
+from zerolab.properties.property import STAGES, NotApplicable, Subject, examine, library, subject
+from zerolab.run import engines
+from zerolab.run.counterparts import ddp
 
 
 def on_ranks(size: int, *values, marks=(), **named):

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what they say arrives (harness/run/ranks.py), how they end is told, and they end."""
+"""Ranks in processes of their own: what they say arrives (zerolab/run/ranks.py), how they end is told, and they end."""
 
 import signal
 import subprocess
@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.run import ranks
+from zerolab.run import ranks
 
 # What a rank runs: it says a verdict on "first", then does what its case does.
 HEAD = """\
 import os, signal, sys, time
-from harness.run import ranks
+from zerolab.run import ranks
 folder = sys.argv[-1]
 rank = ranks.begin(folder)
 ranks.say(folder, "first", rank, {"of": rank, "pid": os.getpid()})
@@ -90,7 +90,7 @@ def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start,
 
 STARTS_RANKS = """
 import sys
-from harness.run import ranks
+from zerolab.run import ranks
 sys.executable = {python!r}
 with ranks.Ranks([{file!r}], 2, 100) as there:
     for _, verdicts in there.verdicts(["first", "second"]):
@@ -137,7 +137,7 @@ def test_how_ranks_have_ended(tmp_path):
     ]
 
 
-# A command that somebody stops, or that loses a rank (harness/run/torchrun.py): one line, and no process is left.
+# A command that somebody stops, or that loses a rank (zerolab/run/torchrun.py): one line, and no process is left.
 
 # Ranks that need no torch: each says that it is there, and then waits, or is killed when both have said so.
 SCRIPT = """\

@@ -1,6 +1,6 @@
 """What cannot work is refused in one line, by every command, before anything is written and before any rank starts.
 
-What is refused of an engine, on ranks, is among the properties (harness/properties/refusals.py).
+What is refused of an engine, on ranks, is among the properties (zerolab/properties/refusals.py).
 """
 
 import re

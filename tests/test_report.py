@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 import fsdp2_compare
-from harness.engine import accelerator
-from harness.measure import bench, memory, report, walkthrough
-from harness.run import process_group
-from harness.run.engines import CHAPTERS
+from zerolab.engine import accelerator
+from zerolab.measure import bench, memory, report, walkthrough
+from zerolab.run import process_group
+from zerolab.run.engines import CHAPTERS
 
 REFEREE = Path(__file__).parent.parent / "results" / "referee-cpu-2ranks-3.json"
 HANGS = "import subprocess, time; print('child', subprocess.Popen(['sleep', '999']).pid, flush=True); time.sleep(999)"

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.run.engines import STAGES
+from zerolab.run.engines import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "run", "measure", "properties", "teach")
 CHAPTERS = ("zero1", "zero2", "zero3")
-CORE = (*(f"{chapter}.py" for chapter in CHAPTERS), "fsdp2_compare.py", "harness", "tests")
+CORE = (*(f"{chapter}.py" for chapter in CHAPTERS), "fsdp2_compare.py", "zerolab", "tests")
 CORE_IN_ALL = "core in all"
-PLACES = {*ROOMS, *CHAPTERS, "harness", "fsdp2_compare", "tests", "extra"}
+PLACES = {*ROOMS, *CHAPTERS, "zerolab", "fsdp2_compare", "tests", "extra"}
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-WALKTHROUGH = "harness.measure.walkthrough"  # the demo's driver: a chapter starts it, and knows it nowhere else
+WALKTHROUGH = "zerolab.measure.walkthrough"  # the demo's driver: a chapter starts it, and knows it nowhere else
 
 
 # Imports.
@@ -45,9 +45,9 @@ def imports_in(file: Path) -> set[str]:
 
 
 def place_of(imported: str) -> str:
-    """The room or the file at the top that `imported` belongs to, "harness" for the house itself, else the package."""
+    """The room or the file at the top that `imported` belongs to, "zerolab" for the house itself, else the package."""
     first, *rest = imported.split(".")
-    return rest[0] if first == "harness" and rest and rest[0] in ROOMS else first
+    return rest[0] if first == "zerolab" and rest and rest[0] in ROOMS else first
 
 
 def places_in(words: str) -> set[str]:
@@ -73,9 +73,9 @@ def files_of(place: str) -> list[Path]:
 
 
 def test_every_folder_of_the_house_is_a_room_and_has_its_line_in_the_table():
-    assert [file.name for file in (ROOT / "harness").glob("*.py")] == ["__init__.py"]
-    assert {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")} == set(ROOMS)
-    rooms = {f"harness/{room}" for room in ROOMS}
+    assert [file.name for file in (ROOT / "zerolab").glob("*.py")] == ["__init__.py"]
+    assert {path.parent.name for path in (ROOT / "zerolab").glob("*/__init__.py")} == set(ROOMS)
+    rooms = {f"zerolab/{room}" for room in ROOMS}
     assert rooms | {"zero1.py zero2.py zero3.py", "fsdp2_compare.py", "tests", "extra", CORE_IN_ALL} <= set(TABLE)
 
 
@@ -115,7 +115,7 @@ def test_no_room_has_more_tokens_than_it_may_have(place):
 # Who imports whom.
 
 
-@pytest.mark.parametrize("place", [*(f"harness/{room}" for room in ROOMS), "fsdp2_compare.py"])
+@pytest.mark.parametrize("place", [*(f"zerolab/{room}" for room in ROOMS), "fsdp2_compare.py"])
 def test_a_room_imports_only_what_it_may(place):
     for file in files_of(place):
         found = set(map(place_of, imports_in(file))) & PLACES
@@ -129,9 +129,9 @@ def test_nothing_in_the_core_imports_or_starts_extra():
 
 
 def test_the_engine_needs_torch_and_nothing_else_that_is_installed():
-    for file in (ROOT / "harness" / "engine").rglob("*.py"):
+    for file in (ROOT / "zerolab" / "engine").rglob("*.py"):
         found = {imported.split(".")[0] for imported in imports_in(file)}
-        more = found - sys.stdlib_module_names - {"torch", "harness", *CHAPTERS}
+        more = found - sys.stdlib_module_names - {"torch", "zerolab", *CHAPTERS}
         assert not more, f"{file.relative_to(ROOT)} imports {sorted(more)}"
 
 
@@ -193,7 +193,7 @@ def files_of_a_step() -> set[str]:
         trained.training_step(batch, batch, torch.nn.functional.mse_loss)
         sys.setprofile(None)
     # A pipeline's torch module is there if another test has imported it: then the model's hooks ask for it.
-    return {file for file in files if file.startswith((f"{ROOT}/zero", f"{ROOT}/harness")) and "pipelines" not in file}
+    return {file for file in files if file.startswith((f"{ROOT}/zero", f"{ROOT}/zerolab")) and "pipelines" not in file}
 
 
 def test_a_step_of_zero3_passes_through_eight_files(ranks):

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2_compare as referee
-from harness.measure import step_report, step_time, timeline
-from harness.measure.timeline import Span, Wait
-from harness.run.model import GPTConfig
+from zerolab.measure import step_report, step_time, timeline
+from zerolab.measure.timeline import Span, Wait
+from zerolab.run.model import GPTConfig
 
 # On the ranks.
 

@@ -14,11 +14,11 @@ def told(prefetch: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    from harness.measure.ledger import MemoryLedger
-    from harness.measure.told_step import UnitStory
-    from harness.measure.traffic import TrafficLedger
-    from harness.run.model import GPT, GPTConfig, next_token_loss
     from zero3 import ZeRO3
+    from zerolab.measure.ledger import MemoryLedger
+    from zerolab.measure.told_step import UnitStory
+    from zerolab.measure.traffic import TrafficLedger
+    from zerolab.run.model import GPT, GPTConfig, next_token_loss
 
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
     with MemoryLedger() as memory:
@@ -65,7 +65,7 @@ def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
 
 def test_micro_batches_are_numbered():
     """Each forward and the backward behind it; with one of each there is nothing to number."""
-    from harness.measure.told_step import Story
+    from zerolab.measure.told_step import Story
 
     several, one = Story(None, None, 2), Story(None, None)
     for step, numbered in TABLES["numbered"]:

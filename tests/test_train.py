@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import train_disturbed
 
-from harness.run import journal, ranks, train
-from harness.run.data import load_text
-from harness.run.process_group import Rank
+from zerolab.run import journal, ranks, train
+from zerolab.run.data import load_text
+from zerolab.run.process_group import Rank
 
 STEPS = 40
 OPTIONS = f"zero3 --preset toy --steps {STEPS} --save-every 5 --global-batch 6".split()
@@ -30,7 +30,7 @@ def disturbed(folder: Path, **trouble: int) -> subprocess.CompletedProcess:
     """A launcher's run to its end, with `trouble` after so many steps (tests/train_disturbed.py)."""
     for name, step in trouble.items():
         (folder / name).write_text(str(step))
-    launcher = "-m harness.run.torchrun --standalone --nproc-per-node 2 --max-restarts 9 --signals-to-handle SIGTERM"
+    launcher = "-m zerolab.run.torchrun --standalone --nproc-per-node 2 --max-restarts 9 --signals-to-handle SIGTERM"
     own = {"TROUBLE": str(folder), "ZERO_TIMEOUT": "6", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     ended = subprocess.run(
         [forked.python(), *launcher.split(), train_disturbed.__file__, *OPTIONS, "--folder", str(folder / "run")],

@@ -145,7 +145,7 @@ def main() -> None:
         assert "unit '0'" in str(error), error
     else:
         raise AssertionError("a unit of two dtypes was not refused")
-    assert not [name for name in sys.modules if name.startswith("harness")]
+    assert not [name for name in sys.modules if name.startswith("zerolab")]
     dist.barrier()
     dist.destroy_process_group()
 

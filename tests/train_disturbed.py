@@ -1,4 +1,4 @@
-"""harness/run/train.py with dropout, so that random numbers count, and with trouble, once each.
+"""zerolab/run/train.py with dropout, so that random numbers count, and with trouble, once each.
 
 $TROUBLE is a folder. The file of a trouble there has the step after which it comes: rank 0 is killed ("kill"), rank 1
 hangs ("hang"), somebody stops the run ("stop"), rank 1 hangs while it writes a checkpoint ("hang_in_save").
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch.nn import functional as F
 
-from harness.engine.checkpoint import files
-from harness.run import process_group, train
-from harness.run.endings import LAUNCHER
+from zerolab.engine.checkpoint import files
+from zerolab.run import process_group, train
+from zerolab.run.endings import LAUNCHER
 
 write = files.write
 

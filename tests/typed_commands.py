@@ -19,8 +19,8 @@ from unittest import mock
 
 import forked
 
-from harness.run import process_group
-from harness.run.ranks import ROOT
+from zerolab.run import process_group
+from zerolab.run.ranks import ROOT
 
 SAYS_WHAT_IT_IS_GIVEN = """#!/bin/bash
 [ "$1" != -c ] || exit 0  # whether torch is there

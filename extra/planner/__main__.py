@@ -7,11 +7,11 @@ from extra.planner import scale, sweep, validate, words
 from extra.planner.hardware import Cluster
 from extra.planner.plan_options import arguments, cluster_of, different, setup_of
 from extra.planner.predict import Prediction, predict
-from harness.measure import tables
-from harness.run import process_group
-from harness.run.command_line import one_line
-from harness.run.options import command, write_json
-from harness.run.progress import told
+from zerolab.measure import tables
+from zerolab.run import process_group
+from zerolab.run.command_line import one_line
+from zerolab.run.options import command, write_json
+from zerolab.run.progress import told
 
 
 def plan(options) -> dict:

@@ -2,7 +2,7 @@
 
 `python -m extra.planner.claims` runs them; the options are those of `./launch.sh articles`. None of it was measured
 here. README.md says what the planner assumes, and how far it is from published measurements. The words are in
-claims.toml, as those of harness/teach/articles are in theirs.
+claims.toml, as those of zerolab/teach/articles are in theirs.
 """
 
 import functools
@@ -16,10 +16,10 @@ from extra.planner.hardware import GPUS, Cluster
 from extra.planner.one_rank import Setup
 from extra.planner.predict import Prediction, predict
 from extra.planner.published import OUT_OF_MEMORY, ROWS
-from harness.run.model import GPTConfig, preset
-from harness.teach.articles.__main__ import main
-from harness.teach.articles.claim import Claim, claims_beside
-from harness.teach.articles.runs import gpt, step
+from zerolab.run.model import GPTConfig, preset
+from zerolab.teach.articles.__main__ import main
+from zerolab.teach.articles.claim import Claim, claims_beside
+from zerolab.teach.articles.runs import gpt, step
 
 H100 = Cluster(GPUS["h100"])  # nodes of 8, InfiniBand with 400 GB/s each
 EFA = replace(H100, network="efa")  # where a byte takes longer with every node, as published

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from harness.run import engines as registry
-from harness.run.counterparts import DDPStandIn
-from harness.run.model import GPT, GPTConfig, next_token_loss
-from harness.run.recompute import checkpoint_blocks
+from zerolab.run import engines as registry
+from zerolab.run.counterparts import DDPStandIn
+from zerolab.run.model import GPT, GPTConfig, next_token_loss
+from zerolab.run.recompute import checkpoint_blocks
 
 # From the first that is enough for a model that fits to the last, for one that fits nowhere else.
 ENGINES = registry.named("plan")

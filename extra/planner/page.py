@@ -3,7 +3,7 @@
     python -m extra.planner.page             writes them, and draws the page's two pictures
     python -m extra.planner.page --check     writes nothing and draws nothing: fails if something written is stale
 
-How a block is marked in the page: harness/teach/docs.py.
+How a block is marked in the page: zerolab/teach/docs.py.
 """
 
 import json
@@ -12,10 +12,10 @@ import textwrap
 from pathlib import Path
 
 from extra.planner import pictures, validate
-from harness.measure import style, tables
-from harness.run.command_line import Parser, one_line
-from harness.teach import docs
-from harness.teach.articles.__main__ import markdown
+from zerolab.measure import style, tables
+from zerolab.run.command_line import Parser, one_line
+from zerolab.teach import docs
+from zerolab.teach.articles.__main__ import markdown
 
 PAGE = Path(__file__).with_name("README.md")
 RESULTS = docs.ROOT / "results"

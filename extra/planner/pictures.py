@@ -1,7 +1,7 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from harness.measure.style import COLOURS, INK, PAPER, SHADE, engine_look, new
-from harness.run.engines import named
+from zerolab.measure.style import COLOURS, INK, PAPER, SHADE, engine_look, new
+from zerolab.run.engines import named
 
 # Here an engine has a colour as well: no part and no activity is shown.
 HUES = [COLOURS[part] for part in ("parameters", "gradients", "optimizer", "activations", "temporaries", "broadcast")]

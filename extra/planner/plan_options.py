@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from extra.planner.hardware import GPUS, NETWORKS, Cluster
 from extra.planner.one_rank import ENGINES, RECOMPUTED, Setup
-from harness.run import process_group
-from harness.run.command_line import Parser
-from harness.run.engines import ENGINES as REGISTRY
-from harness.run.model import PRESETS, GPTConfig, preset
+from zerolab.run import process_group
+from zerolab.run.command_line import Parser
+from zerolab.run.engines import ENGINES as REGISTRY
+from zerolab.run.model import PRESETS, GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")

@@ -7,7 +7,7 @@ from extra.planner.hardware import GB, Cluster
 from extra.planner.one_rank import Setup
 from extra.planner.repeat import recording
 from extra.planner.replay import Times, replay
-from harness.measure.gpus import flops_per_token, needed_bytes
+from zerolab.measure.gpus import flops_per_token, needed_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from extra.planner.hardware import GPUS, Cluster
 from extra.planner.one_rank import Setup
-from harness.run.model import GPTConfig
+from zerolab.run.model import GPTConfig
 
 GB, GIB = 10**9, 2**30
 

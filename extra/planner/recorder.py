@@ -14,11 +14,11 @@ from torch.utils.flop_counter import flop_registry
 from extra.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
 from extra.planner.one_rank import Setup, build, mesh_for, parameters_of, train
 from extra.planner.streams import Streams
-from harness.measure.fake_ranks import fake_ranks
-from harness.measure.held import tensor_leaves
-from harness.measure.ledger import MemoryLedger
-from harness.measure.position_in_step import PositionInStep
-from harness.measure.traffic import group_of, kind_of, whole_bytes, works_in
+from zerolab.measure.fake_ranks import fake_ranks
+from zerolab.measure.held import tensor_leaves
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.position_in_step import PositionInStep
+from zerolab.measure.traffic import group_of, kind_of, whole_bytes, works_in
 
 # The CPU's flash attention stands for the GPU's: the same products, and the same tensors saved. Its backward computes
 # the scores again. Operation: (where its arguments have the queries, products of matrices).

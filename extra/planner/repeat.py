@@ -12,7 +12,7 @@ from functools import lru_cache
 from extra.planner import recorder
 from extra.planner.events import Collective, Event, Memory, Operation, Recording
 from extra.planner.one_rank import BUCKETED, BY_UNIT, DDP_BUCKET_MB, Setup, parameters_of
-from harness.run.deepspeed_engine import default_bucket_mb
+from zerolab.run.deepspeed_engine import default_bucket_mb
 
 WINDOW = 24  # events after a loop that must be the same again
 MICRO_BATCHES = 4  # the first, two in the middle that must be equal, the last

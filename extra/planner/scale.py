@@ -8,9 +8,9 @@ from extra.planner.plan_options import cluster_of
 from extra.planner.predict import predict
 from extra.planner.published import ROWS, Row
 from extra.planner.words import gpus
-from harness.run.engines import named
-from harness.run.model import preset
-from harness.run.progress import told
+from zerolab.run.engines import named
+from zerolab.run.model import preset
+from zerolab.run.progress import told
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 ENGINES = named("scale")

@@ -8,7 +8,7 @@ from extra.planner.one_rank import BUCKETED, BY_UNIT
 from extra.planner.plan_options import cluster_of, setup_of
 from extra.planner.predict import Prediction, predict
 from extra.planner.words import gpus
-from harness.run.progress import told
+from zerolab.run.progress import told
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -81,7 +81,7 @@ def enough(options: argparse.Namespace, engine: str) -> str:
 def run(options: argparse.Namespace) -> dict:
     """Predict all points, say where the curves turn, draw the figure; returns what --json writes."""
     from extra.planner import pictures  # matplotlib is needed here alone
-    from harness.measure import style
+    from zerolab.measure import style
 
     engines, rows, words = swept(options), {}, {}
     where = gpus("N" if options.sweep == "ranks" else options.ranks, cluster_of(options))

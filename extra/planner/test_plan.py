@@ -25,13 +25,13 @@ from extra.planner.one_rank import ENGINES, Setup, grid
 from extra.planner.predict import Prediction, predict
 from extra.planner.published import FOUNDRY, PLAYBOOK, ROWS
 from extra.planner.replay import Times, replay
-from harness.measure import gpus, memory, style
-from harness.measure.dry_run import sent_by_kind
-from harness.measure.fake_ranks import build_alone, fake_ranks
-from harness.measure.ledger import MemoryLedger
-from harness.measure.traffic import sent_bytes
-from harness.measure.watched_step import Seen, watched_step
-from harness.run.model import GPT, GPTConfig, next_token_loss, preset
+from zerolab.measure import gpus, memory, style
+from zerolab.measure.dry_run import sent_by_kind
+from zerolab.measure.fake_ranks import build_alone, fake_ranks
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.traffic import sent_bytes
+from zerolab.measure.watched_step import Seen, watched_step
+from zerolab.run.model import GPT, GPTConfig, next_token_loss, preset
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GPTConfig(3, 64, 4, vocab=128, seq=32, kv_heads=2, ffn=96, gated=True, tied=False, bias=False)

@@ -12,7 +12,7 @@ from extra.planner.predict import predict
 from extra.planner.published import OUT_OF_MEMORY, ROWS, TORCHTITAN, Row
 from extra.planner.repeat import recording
 from extra.planner.replay import replay
-from harness.measure import tables
+from zerolab.measure import tables
 
 FITTED_UP_TO = 128  # GPUs
 ALPHAS = tuple(microseconds * 1e-6 for microseconds in (4, 8, 12, 16, 20))

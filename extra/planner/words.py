@@ -6,9 +6,9 @@ from extra.planner.hardware import GB, Cluster
 from extra.planner.one_rank import ENGINES
 from extra.planner.predict import Prediction
 from extra.planner.published import ROWS
-from harness.measure import tables
-from harness.measure.gpus import CONTEXT_BYTES, GAPS
-from harness.run import engines as registry
+from zerolab.measure import tables
+from zerolab.measure.gpus import CONTEXT_BYTES, GAPS
+from zerolab.run import engines as registry
 
 # The paper's ZeRO-1 stands beside the chapter's here, so the chapter's says which it is.
 TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}

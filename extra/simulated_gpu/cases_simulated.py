@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from extra.simulated_gpu import findings
-from harness.engine import checkpoint
-from harness.engine.state import take_in
-from harness.measure import memory
-from harness.properties import fixtures
-from harness.run import engines
-from harness.run.model import GPT, GPTConfig, next_token_loss
-from harness.teach.museum import exhibits
+from zerolab.engine import checkpoint
+from zerolab.engine.state import take_in
+from zerolab.measure import memory
+from zerolab.properties import fixtures
+from zerolab.run import engines
+from zerolab.run.model import GPT, GPTConfig, next_token_loss
+from zerolab.teach.museum import exhibits
 
 CONFIG = GPTConfig(2, 16, 2, 32, 8)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)

@@ -10,7 +10,7 @@ import torch
 OFFLOAD, REPLICAS = {"offload": True}, {"replicas": True}
 LOW_OFFLOAD = {**OFFLOAD, "param_dtype": torch.bfloat16}
 OF_ALL = dict.fromkeys(("zero1", "zero2", "zero3"), OFFLOAD)
-PLACEMENT, UNIT = "harness.engine.options.placement", "harness.engine.bucket"
+PLACEMENT, UNIT = "zerolab.engine.options.placement", "zerolab.engine.bucket"
 WAIT, REPLICAS_WAIT = "work.wait()\n", "self._sum_of_replicas(bucket, shard)"
 STEP_5 = ("zero1", "for work in works:\n        work.wait()", "for work in works:\n        pass")
 
@@ -37,19 +37,19 @@ OF_CHAPTERS = {
 OF_ENGINES = {
     "step 5 waits": (*STEP_5, {"zero1": {}, "zero2": {}}),
     "step 3 waits in ZeRO-1": (
-        "harness.engine.stages",
+        "zerolab.engine.stages",
         f"{WAIT}            total.div_",
         "total.div_",
         {"zero1": {}},
     ),
     "step 3 waits": (
-        "harness.engine.bucket",
+        "zerolab.engine.bucket",
         f"self.{WAIT}        self.flat = None",
         "self.flat = None",
         {"zero2": {}, "zero3": OFFLOAD},
     ),
     "a gather is waited for": (UNIT, "self.works.pop(0).wait()", "self.works.pop(0)", {"zero3": {}}),
-    "forward and backward wait": ("harness.engine.unit_life", "unit.wait()", "pass", {"zero3": {}}),
+    "forward and backward wait": ("zerolab.engine.unit_life", "unit.wait()", "pass", {"zero3": {}}),
     "what is freed was waited for": (UNIT, "self.wait()  # never free", "pass  # never free", {"zero3": {}}),
     "replicas": (
         PLACEMENT,
@@ -66,7 +66,7 @@ OF_ENGINES = {
     "the host adds": (PLACEMENT, "self._down.synchronize()", "pass", {"zero2": OFFLOAD, "zero3": OFFLOAD}),
     "the host updates at all": (PLACEMENT, "self._device.synchronize()", "pass", OF_ALL),
     "the host updates": (
-        "harness.engine.base",
+        "zerolab.engine.base",
         "self.placement.finish_all()",
         "self.placement.finish()",
         OF_ALL,
@@ -84,7 +84,7 @@ OF_ENGINES = {
 # Who loads, a whole state or a checkpoint, writes into the shards here.
 _WRITES = "    with torch.no_grad():\n        for place, value in values:"
 OF_LOADING = {
-    "the host loads": ("harness.engine.state", f"    engine.placement.finish_all()\n{_WRITES}", _WRITES, OF_ALL),
+    "the host loads": ("zerolab.engine.state", f"    engine.placement.finish_all()\n{_WRITES}", _WRITES, OF_ALL),
 }
 
 

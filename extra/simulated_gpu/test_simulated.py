@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
-from harness.measure import report
-from harness.properties import fixtures
-from harness.run import journal, ranks
+from zerolab.measure import report
+from zerolab.properties import fixtures
+from zerolab.run import journal, ranks
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
-from harness.measure.held import optimizer_of, tensor_leaves
-from harness.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
-from harness.measure.traffic import kind_of
+from zerolab.measure.held import optimizer_of, tensor_leaves
+from zerolab.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
+from zerolab.measure.traffic import kind_of
 
 COLUMNS = ("parameters", "gradients", "optimizer state")
 HELD, WHOLE = 0, 1  # two layers of a cell: what is kept, and whole buffers that come and go

@@ -15,14 +15,14 @@ from extra.watch import animation, page
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
-from harness.engine import accelerator
-from harness.measure.enough_memory import refuse_too_large
-from harness.run import engine_file, process_group, ranks
-from harness.run import options as common
-from harness.run.command_line import did_you_mean, one_line
-from harness.run.engines import ENGINES
-from harness.run.model import preset
-from harness.teach.museum.exhibits import exhibit_of
+from zerolab.engine import accelerator
+from zerolab.measure.enough_memory import refuse_too_large
+from zerolab.run import engine_file, process_group, ranks
+from zerolab.run import options as common
+from zerolab.run.command_line import did_you_mean, one_line
+from zerolab.run.engines import ENGINES
+from zerolab.run.model import preset
+from zerolab.teach.museum.exhibits import exhibit_of
 
 MOST_RANKS = 16  # more cells than these nobody can tell apart
 

@@ -6,8 +6,8 @@ All that the page shows is computed from it, by `stateAt` in state.js.
 from bisect import bisect_left
 
 from extra.watch.weight_versions import versions_by_cell
-from harness.measure.memory_parts import PARTS
-from harness.measure.traffic import sent_bytes
+from zerolab.measure.memory_parts import PARTS
+from zerolab.measure.traffic import sent_bytes
 
 FORMAT = """
 run, title, about    its name in the address, its title, and how it was recorded

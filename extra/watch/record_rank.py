@@ -10,10 +10,10 @@ from extra.watch.merge_ranks import PHASES
 from extra.watch.recordable import Recordable
 from extra.watch.rows_of_cells import Row
 from extra.watch.weight_versions import WeightVersions
-from harness.measure.held import optimizer_of
-from harness.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
-from harness.run import process_group
-from harness.run.process_group import Rank
+from zerolab.measure.held import optimizer_of
+from zerolab.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
+from zerolab.run import process_group
+from zerolab.run.process_group import Rank
 
 
 class Watched(Timeline):

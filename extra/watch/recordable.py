@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from harness.run import engines
-from harness.run.data import Batches, load_text
-from harness.run.model import GPT, next_token_loss, preset
-from harness.run.process_group import Rank
-from harness.teach.museum.exhibits import EXHIBITS
-from harness.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
+from zerolab.run import engines
+from zerolab.run.data import Batches, load_text
+from zerolab.run.model import GPT, next_token_loss, preset
+from zerolab.run.process_group import Rank
+from zerolab.teach.museum.exhibits import EXHIBITS
+from zerolab.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
 
 TITLES = {name: engines.ENGINES[name].title for name in engines.named("watch")}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets

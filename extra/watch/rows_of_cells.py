@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from harness.engine.units import default_units, parameters_by_unit
-from harness.measure.held import buckets_of
+from zerolab.engine.units import default_units, parameters_by_unit
+from zerolab.measure.held import buckets_of
 
 
 @dataclass

@@ -18,10 +18,10 @@ from extra.watch.command import arguments
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, of_engine, of_exhibit
-from harness.measure.memory_parts import PARTS
-from harness.run.process_group import Rank
-from harness.teach import watch_page
-from harness.teach.museum.loop import Loop
+from zerolab.measure.memory_parts import PARTS
+from zerolab.run.process_group import Rank
+from zerolab.teach import watch_page
+from zerolab.teach.museum.loop import Loop
 
 # On the ranks.
 

@@ -1,3 +1,0 @@
-from harness.teach.check.report import main
-
-main()

@@ -1,5 +1,0 @@
-import sys
-
-from harness.teach.museum.visit import main
-
-sys.exit(main())

@@ -1,0 +1,236 @@
+"""`./launch.sh bench`: what a step costs, of engines and options that make their steps in turn, in one run.
+
+    ./launch.sh bench 2                     all engines; --layers 12 --width 768 and others for a model of your size
+    ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: these alone
+    ./launch.sh bench --host                the host's part, on many small parameters; --host zero3: where it goes
+    ./launch.sh bench --ratios FILE...      ratios of step times over several launches of the referee
+
+What is printed was measured in this run. Peaks and collectives are taken before, with one engine alive at a time.
+"""
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zerolab.measure import fake_ranks, tables
+from zerolab.measure.interleaved import take_turns
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.ratios import lines_of_ratios
+from zerolab.measure.sweeps import SWEEPS, prepared, with_their_engines
+from zerolab.measure.watched_step import allocator_of, watched_step
+from zerolab.run import engine_file, engines, process_group
+from zerolab.run import options as common
+from zerolab.run.data import Batches, load_text
+from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
+from zerolab.run.process_group import Rank
+from zerolab.run.progress import told
+
+ENGINES = engines.named("bench")
+ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
+SHAPE = ("layers", "width", "heads", "vocab")
+SWEPT = ("rounds", "batch", "seq", "backend", "device", "json", "anyway")  # what else --sweeps takes
+MEANINGS = """
+step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
+relative     time relative to the first row, median over the rounds
+zero1 engine the engine of zerolab/engine that stands on the chapter zero1; so with the others
+peak MB      the most that was alive at once in a step, in 10^6 bytes
+8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
+"""
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = common.Parser("bench [N]", description=__doc__.splitlines()[0], epilog=f"Engines: {', '.join(ENGINES)}")
+    common.add(parser, "preset", *SHAPE, "engines", "engine-file", "rounds", "batch", "seq", batch=4)
+    common.add(parser, "backend", "device", "json", "anyway")
+    instead = parser.add_mutually_exclusive_group()
+    common.add(instead, "sweeps", "host", "ratios")
+    options = parser.parse_args(argv)
+    parser.beside("--ratios")
+    parser.beside("--host", "--rounds", "--json")
+    parser.beside("--sweeps", "--preset", *(f"--{name}" for name in (*SHAPE, *SWEPT)))
+    common.settle(options)
+    options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    options.config = replace(preset(options.preset), **options.shape)
+    if options.host:
+        engines.chosen(options.host, "bench", ON_HOST)
+    if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
+        raise ValueError(f"--sweeps {options.sweeps!r} is in none of: {'; '.join(SWEEPS)}")
+    options.engines = engine_file.chosen(options, "bench", ENGINES)
+    return options
+
+
+def build_variant(variant: dict, config: GPTConfig, me: Rank):
+    model = GPT(config).to(me.device)
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
+    return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
+
+
+def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+    """Peaks, the largest of the ranks', and collectives of a step.
+
+    The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
+    """
+    allocator = allocator_of(me.device)
+    with MemoryLedger() as memory:
+        engine = build_variant(variant, config, me)
+        step = partial(engine.training_step, *batch, next_token_loss)
+        step()
+        step()
+        with watched_step(engine, memory, allocator) as seen:
+            step()
+        with watched_step(engine, memory, allocator) as short:
+            engine.training_step(*(tensor[:1, :8] for tensor in batch), next_token_loss)
+    peak, short_peak = process_group.largest([seen.peak, short.peak], me)
+    return {
+        "peak_bytes": int(peak),
+        "short_peak_bytes": int(short_peak),
+        "collectives": len(seen.collectives),
+        "sent_bytes": seen.sent_bytes,
+    }
+
+
+def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
+    """{label: step times in ms}; `ratio`: the median over the rounds of the time over the first one's in that round."""
+    rows, first = {}, next(iter(times.values()))
+    for label, seconds in times.items():
+        row = rows[label] = {"ratio": round(statistics.median(a / b for a, b in zip(seconds, first)), 4)}
+        for name, of in (("step_ms", statistics.median), ("step_ms_lowest", min), ("step_ms_highest", max)):
+            row[name] = round(of(seconds) * 1000, 3)
+    return rows
+
+
+@engine_file.named_in_errors()
+def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+    """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
+    found = {}
+    for label in told(variants, "peaks and collectives", me.rank == 0):
+        found[label] = peaks_and_collectives(variants[label], batch, options.config, me)
+        gc.collect()
+    alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}
+    steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
+    times = rows_of_times(take_turns(steps, options.rounds, me))
+    del alive, steps
+    gc.collect()
+    return {label: found[label] | times[label] for label in variants}
+
+
+def many_small_parameters() -> nn.Module:
+    """34 units of 6 linear layers, 408 tensors, whose kernels take no time."""
+    blocks = []
+    for _ in range(34):
+        blocks.append(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    return nn.Sequential(*blocks)
+
+
+def host_times(options: argparse.Namespace) -> dict[str, dict]:
+    """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing."""
+    adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+    me = Rank(0, 8, torch.device("cpu"), "fake", "")
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    steps = {}
+    with fake_ranks.fake_ranks(me.world_size):
+        for label, variant in with_their_engines(ON_HOST).items():
+            name = "single" if label == "plain" else variant["name"]
+            model = many_small_parameters()
+            engine = fake_ranks.build_alone(name, model, adamw, me.device, **prepared(variant, model))
+            steps[label] = partial(engine.training_step, x, y, F.mse_loss)
+        times = take_turns(steps, options.rounds, me)
+        for label in steps:
+            if options.host and label in (options.host, f"{options.host} engine"):
+                profile(label, steps[label])
+        del engine, steps
+        gc.collect()  # DDP's reducer, before its group
+    return rows_of_times(times)
+
+
+def profile(name: str, step) -> None:
+    """Print the ten functions that cost the host most in ten steps of the engine `name`."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(10):
+        step()
+    profiler.disable()
+    print(f"\n{name}, 10 steps under Python's profiler, the costliest functions:")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
+
+
+def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
+    """A line of a table, {title: cell}; of the host's part there are times alone."""
+    found = {
+        title: label,
+        "step ms": f"{row['step_ms']:.1f}",
+        "lowest": f"{row['step_ms_lowest']:.1f}",
+        "highest": f"{row['step_ms_highest']:.1f}",
+        "relative": f"{row['ratio']:.3f}",
+    }
+    if "peak_bytes" in row:
+        found["peak MB"] = f"{row['peak_bytes'] / 1e6:.2f}"
+        found["8 tokens MB"] = f"{row['short_peak_bytes'] / 1e6:.2f}"
+        found["collectives"] = f"{row['collectives']}"
+    return found
+
+
+def table_of_steps(title: str, rows: dict[str, dict]) -> str:
+    """What was measured, a line for each label."""
+    lines = [cells_of_steps(title, label, row) for label, row in rows.items()]
+    return "\n".join(tables.text(tables.rows_of(lines), rule=False))
+
+
+def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
+    """{title: what stands in the table below it}."""
+    if options.sweeps is None:
+        return {"engines": with_their_engines(options.engines)}
+    return {sweep: variants for sweep, variants in SWEEPS.items() if options.sweeps in sweep}
+
+
+def on_ranks(options: argparse.Namespace) -> None:
+    """Measure, print and write what is asked for. A collective."""
+    text = load_text(None, options.config.seq)
+    me = process_group.start(options.backend, options.device, options)
+    batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
+    about = [__doc__.splitlines()[0], f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}"]
+    shape = f"GPT of {number_of_parameters(options.config):,} parameters"
+    about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
+    me.print(tables.wrapped("\n".join([*about, MEANINGS])))
+    found = {}
+    for title, variants in variants_of(options).items():
+        found[title] = measure_together(variants, batch, options, me)
+        me.print(table_of_steps(title, found[title]) + "\n")
+    results = {
+        "backend": me.backend,
+        "ranks": me.world_size,
+        "preset": options.preset,
+        "batch": options.batch,
+        "seq": options.seq,
+        "sweeps": found,
+    }
+    results |= common.about(me.device, "bench", me.world_size)
+    process_group.stop()
+    common.write_json(options.json if me.rank == 0 else None, results)
+
+
+def main(argv=None) -> None:
+    options = arguments(argv)
+    if options.ratios:
+        return print("\n".join(lines_of_ratios(options.ratios)))
+    gc.collect()
+    gc.disable()  # it would come in one engine's step, and not in another's
+    if options.host is not None:
+        rows = host_times(options)
+        print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
+        print(table_of_steps("engine", rows))
+        common.write_json(options.json, common.about(torch.device("cpu"), "bench") | {"host": rows})
+    else:
+        on_ranks(options)
+
+
+if __name__ == "__main__":
+    process_group.run(main)

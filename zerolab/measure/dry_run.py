@@ -1,0 +1,135 @@
+"""One engine's row of the dry run: rank 0 of N takes two steps alone, and the second one is watched."""
+
+import argparse
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zerolab.measure.fake_ranks import build_alone
+from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters, value
+from zerolab.measure.memory_parts import PARTS, PartsLedger
+from zerolab.measure.traffic import Collective
+from zerolab.measure.watched_step import allocator_of, watched_step
+from zerolab.run import micro_batches
+from zerolab.run.engines import DTYPES, ENGINES
+from zerolab.run.model import GPT, GPTConfig, next_token_loss, preset
+from zerolab.run.recompute import checkpoint_blocks
+
+POINTS = 120  # of a curve, in each phase
+
+
+def row_of(name: str, options: argparse.Namespace) -> dict:
+    """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
+
+    On a GPU that is too small: {"out_of_memory": torch's words}.
+    """
+    device = torch.device("cpu") if options.device == "fake" else torch.device(options.device, 0)
+    try:
+        return watched_row(name, options, device)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).split(". ")[0]}
+    finally:
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def watched_row(name: str, options: argparse.Namespace, device: torch.device) -> dict:
+    """`row_of` where there is memory enough."""
+    real = options.device != "fake"
+    allocator = allocator_of(device)
+    fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, PartsLedger() as memory:
+        model = make_model(getattr(options, "config", None) or preset(options.preset), device)
+        dtype = DTYPES[options.dtype]
+        if options.checkpoint_activations:
+            checkpoint_blocks(model, casts=ENGINES[name].casts and dtype is not None)
+        of = letters(model, options.ranks, accumulate=options.accumulate)
+        # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
+        adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type != "cpu")
+        engine = build_alone(name, model, adamw, device, dtype=dtype)
+        del model
+        tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
+        batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
+        micro_batches.training_step(engine, *batch)
+        if name == "ddp" and real:
+            micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
+        with watched_step(engine, memory, allocator) as seen:
+            micro_batches.training_step(engine, *batch)
+        pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+        del engine
+    held = held_by_formula(name, options.dtype, of.Ψ, options.ranks)
+    formula = formula_of_peak(name, options.dtype, options.accumulate)
+    peak = memory.peak_moment()
+    row = {
+        "held_bytes": seen.held,
+        "formula_bytes": held,
+        "difference_bytes": sum(seen.held.values()) - held,
+        "step_counters_bytes": 4 * pieces,  # AdamW counts its steps per tensor, in float32
+        "peak_bytes": seen.peak if allocator else peak.live,
+        "peak_where": {"step": peak.step, "module": peak.module},
+        "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
+        "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
+        "state_peak_formula": formula,
+        "state_peak_formula_bytes": formula and round(value(formula, of)),
+        "sent_bytes": seen.sent_bytes,
+        "sent_elements": seen.sent_elements,
+        "sent": sent_by_kind(seen.collectives),
+        "curve": curve(memory),
+    }
+    if allocator:
+        row["ledger_peak_bytes"] = peak.live  # beside the allocator's own
+    if name == "ddp" and not real:
+        row["stand_in"] = True
+    return row
+
+
+def make_model(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
+    if device.type == "cpu":
+        return GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    return model
+
+
+def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
+    """{kind: {"bytes", "elements", "count"}}"""
+    found: dict[str, Counter] = {}
+    for one in collectives:
+        row = found.setdefault(one.kind, Counter())
+        row.update(bytes=one.sent_bytes, elements=one.sent_elements, count=1)
+    return {kind: {what: round(number) for what, number in row.items()} for kind, row in found.items()}
+
+
+def curve(memory: PartsLedger) -> dict[str, list]:
+    """The step as a line: POINTS stretches per phase, of each the moments with the most and the least alive.
+
+    {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
+    """
+    phases: dict[str, list] = {}
+    for moment in memory.moments():
+        if moment.phase:
+            phases.setdefault(moment.phase, []).append(moment)
+    result = {"phase": [], "progress": [], **{part: [] for part in PARTS}}
+    for phase, moments in phases.items():
+        stretch = -(-len(moments) // POINTS)
+        for start in range(0, len(moments), stretch):
+            numbers = range(start, min(start + stretch, len(moments)))
+            ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}
+            for number in sorted(ends):
+                result["phase"].append(phase)
+                result["progress"].append(round(number / len(moments), 4))
+                for part in PARTS:
+                    result[part].append(round(moments[number].parts[part] / 1e6, 2))
+    return result

@@ -1,0 +1,135 @@
+"""What the instruments read of an engine, all of it, in one place: its tensors, its layout, and its units' names.
+
+An engine is anything with `model` and `optimizer`. A stage has besides:
+
+    all_buckets       of an engine of zerolab/engine: trained and frozen ones
+    all_units         of chapter 3, whose units are buckets
+    buckets           of chapters 1 and 2
+    units, root       ZeRO-3's, each with a name
+
+A bucket has names, params, offsets, numel, shard_numel, flat and shard, and perhaps `gradient` (ZeRO-1) and `kept`
+(whole gradients that `no_sync` keeps).
+
+An engine that keeps its state elsewhere has a `held_tensors()` of its own.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from zerolab.engine.units import default_units
+
+
+def tensor_leaves(tree) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results, however they are nested."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_under(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage under `tensor`, also where that is a freed parameter; of a DTensor this rank's part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the storages under `tensors`: whole, each once, of a DTensor this rank's part."""
+    sizes = {storage._cdata: storage.nbytes() for storage in map(storage_under, tensors)}
+    return sum(sizes.values())
+
+
+# What a rank holds.
+
+
+def optimizer_of(engine) -> torch.optim.Optimizer:
+    """The optimizer that has the state: ZeroRedundancyOptimizer wraps it."""
+    return getattr(engine.optimizer, "optim", engine.optimizer)
+
+
+def buckets_of(engine) -> list:
+    """All buckets of an engine or a chapter, frozen ones too; nothing of other people's engines."""
+    for name in ("all_buckets", "all_units", "buckets"):
+        if hasattr(engine, name):
+            return list(getattr(engine, name))
+    return []
+
+
+def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
+    """{"parameters", "gradients", "optimizer"}: what this rank holds now, of anything with model and optimizer.
+
+    Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
+    frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
+    An engine that keeps them elsewhere has a `held_tensors` of its own, whose values may be nested.
+    """
+    if hasattr(engine, "held_tensors"):
+        return {kind: tensor_leaves(tree) for kind, tree in engine.held_tensors().items()}
+    inner = optimizer_of(engine)
+    params = list(engine.model.parameters())
+    for group in inner.param_groups:
+        params += group["params"]
+    params += [bucket.shard for bucket in buckets_of(engine)]
+    gradients = [param.grad for param in params if param.grad is not None]
+    for bucket in buckets_of(engine):  # ZeRO-1's buffer, and what `no_sync` keeps
+        gradients += getattr(bucket, "kept", {}).values()
+        gradients += tensor_leaves(bucket.gradient)
+    return {"parameters": params, "gradients": gradients, "optimizer": tensor_leaves(list(inner.state.values()))}
+
+
+def held_shards(engine) -> dict[str, list[torch.Tensor]]:
+    """`held_tensors` without ZeRO-3's whole parameters, which come and go."""
+    held = held_tensors(engine)
+    if hasattr(engine, "units"):
+        own = {id(param) for param in engine.model.parameters()}
+        held["parameters"] = [tensor for tensor in held["parameters"] if id(tensor) not in own]
+    return held
+
+
+def held_bytes(engine) -> dict[str, int]:
+    """{"parameters", "gradients", "optimizer"}: bytes of `held_tensors`."""
+    return {part: storage_bytes(tensors) for part, tensors in held_tensors(engine).items()}
+
+
+def engine_tensors(engine) -> list[torch.Tensor]:
+    """All that can be reached from an engine: what it holds, and its buffers."""
+    return [*tensor_leaves(held_tensors(engine)), *engine.model.buffers()]
+
+
+# A stage's layout.
+
+
+def has_gradient_buffers(stage) -> bool:
+    """Whether the gradients have whole buffers that stay from step to step: ZeRO-1's."""
+    return buckets_of(stage)[0].gradient is not None
+
+
+def sizes_of_layout(stage) -> tuple[int, int, int]:
+    """Elements: of all buckets, of this rank's shards, and of padding."""
+    whole = sum(bucket.numel for bucket in buckets_of(stage))
+    parameters = sum(param.numel() for param in stage.model.parameters())
+    return whole, sum(bucket.shard_numel for bucket in buckets_of(stage)), whole - parameters
+
+
+def owners(stage) -> list[tuple[str, tuple[int, ...], int, int]]:
+    """(name, shape, first rank, last rank) of every parameter: the ranks that own a part of it."""
+    found = []
+    for bucket in buckets_of(stage):
+        for name, offset, param in zip(bucket.names, bucket.offsets, bucket.params):
+            last = offset + max(param.numel(), 1) - 1
+            found.append((name, tuple(param.shape), offset // bucket.shard_numel, last // bucket.shard_numel))
+    return found
+
+
+# Units.
+
+
+def unit_names(model: nn.Module) -> set[str]:
+    """The names of the modules that are units by default."""
+    units = {id(unit) for unit in default_units(model)}
+    return {name for name, module in model.named_modules() if id(module) in units}
+
+
+def unit_of(module: str, units: set[str]) -> str:
+    """The unit among `units` that the module named `module` lies in, or ""."""
+    prefixes = accumulate(module.split("."), "{}.{}".format)
+    return next((prefix for prefix in prefixes if prefix in units), "")

@@ -1,0 +1,114 @@
+"""Rank 0 of N without the other ranks: what one rank holds, sends and needs at the worst moment of a training step.
+
+The real engines run on a process group that moves nothing ("fake"), with fake tensors, which have shapes, dtypes and
+storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
+watched the second step; formulas stand beside it. In them Ψ is the number of parameters, as in the ZeRO paper.
+
+Run it: ./launch.sh memory 8 --preset 7b
+"""
+
+import argparse
+from functools import partial
+
+import torch
+
+from zerolab.engine import accelerator
+from zerolab.measure import tables
+from zerolab.measure.dry_run import row_of
+from zerolab.measure.fake_ranks import fake_ranks
+from zerolab.measure.memory_tables import all_tables
+from zerolab.run import engines as registry
+from zerolab.run import micro_batches, process_group
+from zerolab.run import options as common
+from zerolab.run.model import number_of_parameters, preset
+from zerolab.run.progress import told
+
+CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    engines = f"Engines: {', '.join(registry.named('memory'))}"
+    parser = common.Parser("memory [N]", description=__doc__.splitlines()[0], epilog=engines)
+    parser.add_argument("ranks", metavar="N", nargs="?", type=int, help="ranks, 1 to 1,000,000 (default 8)")
+    common.add(parser, "up-to", "preset", "engines", "dtype", "seq", *micro_batches.OPTIONS, preset="7b")
+    common.add(parser, "checkpoint-activations", "json")
+    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
+    options = parser.parse_args(argv)
+    common.settle(options)
+    micro_batches.settle(options, 1)
+    if options.up_to and options.ranks:
+        raise ValueError(f"--up-to {options.up_to} has ranks of its own: leave out the {options.ranks} before it")
+    options.ranks = 8 if options.ranks is None else options.ranks
+    if not 1 <= options.ranks <= 10**6:
+        raise ValueError(f"N must be 1 to 1,000,000 ranks, got {options.ranks}")
+    there = accelerator.kind() if accelerator.count() else "cuda"
+    if options.device not in ("fake", there):
+        raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
+    if options.device != "fake" and not accelerator.count():
+        raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
+    options.engines = registry.chosen(options.engines, "memory", registry.named("memory"))
+    return options
+
+
+def measure_alone(name: str, options: argparse.Namespace) -> dict:
+    """One engine's row, where there is no process group yet."""
+    with fake_ranks(options.ranks):
+        return row_of(name, options)
+
+
+def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
+    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
+    engines = {}
+    results = {"parameters": number_of_parameters(preset(options.preset))}
+    results |= {name: getattr(options, name) for name in CONDITIONS}
+    device = torch.device("cpu" if options.device == "fake" else options.device)
+    results |= common.about(device, "memory") | {"engines": engines}
+    with fake_ranks(options.ranks):
+        for name in told(options.engines, f"engines on {options.ranks} ranks"):
+            engines[name] = row_of(name, options)
+            if options.device != "fake":  # beside the GPU's row, what fake tensors say
+                fake = argparse.Namespace(**vars(options) | {"device": "fake"})
+                engines[name]["dry_run_peak_bytes"] = row_of(name, fake)["peak_bytes"]
+            keep(results)
+    return results
+
+
+def say(text: str) -> None:
+    print(tables.wrapped(text), flush=True)
+
+
+def measure_up_to(options: argparse.Namespace) -> dict:
+    """Every engine at N = 1, 2, 4, ... ranks: {..., "ranks": [N, ...], "engines": {name: [row, ...]}}."""
+    unit, size = tables.unit(4 * number_of_parameters(preset(options.preset)))
+    numbers = [2**power for power in range(options.up_to.bit_length())]
+    engines = {name: [] for name in options.engines}
+    for options.ranks in numbers:
+        peaks = []
+        results = measure_all(options)
+        for name, row in results["engines"].items():
+            row.pop("curve", None)
+            engines[name].append(row)
+            no_memory = "out_of_memory" in row
+            peaks.append(f"{name} {'OUT OF MEMORY' if no_memory else format(row['peak_bytes'] / size, '.2f')}")
+        say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
+    return {**results, "ranks": numbers, "engines": engines}
+
+
+def main() -> None:
+    options = arguments()
+    what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
+    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
+    extra = ", activations checkpointed" if options.checkpoint_activations else ""
+    ranks = f"1 to {options.up_to}" if options.up_to else options.ranks
+    say(__doc__.splitlines()[0])
+    say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
+    if options.up_to:
+        results = measure_up_to(options)
+    else:
+        results = measure_all(options, partial(common.write_json, options.json, indent=None, whole=False))
+        say("\n" + all_tables(results))
+    common.write_json(options.json, results, indent=None)
+
+
+if __name__ == "__main__":
+    process_group.run(main)

@@ -1,0 +1,79 @@
+"""The dry run's formulas: what a rank holds per parameter, and the exact peak of each stage. Ψ: all parameters."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero1 import Bucket, by_size
+from zerolab.run.engines import ENGINES
+from zerolab.run.model import GPT
+
+FORMULAS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def held_by_formula(name: str, precision: str, parameters: int, ranks: int) -> int:
+    """Bytes that a rank of the engine `name` holds when all gradients are there."""
+    shared_out, _ = ENGINES[name].promise
+    whole, cut = FORMULAS["bytes_per_parameter"][precision][len(shared_out)]
+    return round(parameters * (whole + cut / ranks))
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The peak's letters. All are numbers of elements (4 bytes each), but N and p."""
+
+    Ψ: int  # all parameters
+    N: int  # ranks
+    G: int  # the largest single gradient, on its way into ZeRO-1's buffer
+    U: int  # the largest unit
+    R: int  # the root: the parameters of no unit
+    p: int  # units that are gathered ahead
+    # ZeRO-2, for that bucket in backward which makes the sum largest:
+    B: int  # this bucket; if it ends in a bias, also that bias's weight in the next bucket, whose gradient comes first
+    A: int  # the larger of this bucket and the one that was reduced before it, which may still be in flight
+    T: int  # this bucket and all that are reduced after it: their shards of the gradients do not exist yet
+
+
+def formula_of_peak(name: str, precision: str, accumulate: int) -> str | None:
+    """The stage's formula of the peak. None for other engines, and for mixed precision."""
+    if precision != "fp32":
+        return None
+    return FORMULAS["once" if accumulate == 1 else "several"].get(name)
+
+
+def value(formula: str, of: Letters) -> float:
+    """What a formula comes to. It is written as on paper: 8Ψ is 8 times Ψ."""
+    return eval(re.sub(r"(?<=[\dΨ)])(?=[(A-ZΨ])", "*", formula), {}, vars(of))
+
+
+class Layout(Bucket):
+    """What a bucket of these parameters would be. They stay where they are."""
+
+    def flatten(self):
+        return self.params[0].detach().new_empty(1).expand(self.numel)
+
+
+def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1, accumulate: int = 1) -> Letters:
+    """What the letters stand for in a GPT, without its engine, in a process group of `ranks`."""
+    units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    sizes = [param.numel() for param in model.parameters()]
+    ahead = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
+    made = [Layout(some, None) for some in by_size(model, bucket_mb)]
+    share = 1 / ranks if accumulate == 1 else 0  # with several backwards all shards are there, so T does not count
+    found = [_of_bucket(made[number:], made[max(0, number - 1)]) for number in range(len(made))]
+    worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] * share)
+    return Letters(Ψ=sum(sizes), N=ranks, G=max(sizes), U=max(units), R=sum(sizes) - sum(units), p=ahead, **worst)
+
+
+def _of_bucket(buckets: list[Layout], before: Layout) -> dict[str, int]:
+    """ZeRO-2's letters for the first of `buckets`, which are in the order of reduction; `before` was reduced before."""
+    bucket, *following = buckets
+    filling = bucket.numel
+    if following and _module(following[0].names[0]) == _module(bucket.names[-1]):
+        filling += following[0].params[0].numel()  # the weight of that bias: its gradient comes first
+    return {"A": max(before.numel, bucket.numel), "B": filling, "T": sum(each.numel for each in buckets)}
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

@@ -1,0 +1,297 @@
+"""The timeline: when a rank computes, when its collectives are under way, in which step and module."""
+
+import bisect
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerolab.measure.held import unit_names, unit_of
+from zerolab.measure.position_in_step import PositionInStep
+from zerolab.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
+
+STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
+
+
+@dataclass
+class Span:
+    """Something that took from `start` to `end` (seconds since the timeline was opened), on one of three lanes.
+
+    On lane "steps" a labelled step; on "compute" the uninterrupted operations of one unit (or "root", or "optimizer")
+    in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
+    `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
+    not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
+    unit or bucket of a collective, where `on_collective` has found it out (zerolab/measure/collective_names.py).
+    `later` says of a collective that it was issued to be waited for later (`async_op`), `hides` that the rank has
+    multiplied matrices before somebody waited for it. `number` is its place in `Timeline.collectives`. Its bytes move
+    when the last of its ranks has issued it: `moves`, filled in by step_time.py.
+
+    While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    step: str = ""
+    nbytes: int = 0
+    ranks: tuple[int, ...] = ()
+    told: bool = True
+    later: bool = True
+    hides: bool = False
+    unit: str = ""
+    number: int = -1
+    moves: float = 0.0
+
+
+@dataclass
+class Wait:
+    """From `start` to `end` this rank could not go on before the collective had ended."""
+
+    start: float
+    end: float
+    collective: Span
+
+
+class Timeline(TorchDispatchMode):
+    """`with Timeline(engine) as timeline: engine.training_step(...)`; then `timeline.spans`, in order of their start.
+
+    Watches from outside, like the ledgers. A collective ends when its backend says so, or when somebody has waited for
+    it, whichever is first (gloo's reduce-scatter says nothing: it ends inside `wait`). On CUDA the times are those of
+    the GPU: an event on the stream that computes before and after each operation, and one where the collective ends.
+    There an operation begins when the GPU has come to it *and* the host has launched it: a GPU that waits for a slow
+    host does not compute.
+
+    Beside the spans, for zerolab/measure/step_time.py, in seconds as theirs: `collectives` in the order of their issue;
+    `operations`, (start, end) of each on the stream that computes; and `waits`.
+    """
+
+    def __init__(self, engine=None, device: torch.device | None = None):
+        super().__init__()
+        self.spans: list[Span] = []
+        model = None if engine is None else engine.model
+        self._units = set() if model is None else unit_names(model)
+        self._where, self._model = PositionInStep(self), model
+        self._device = device
+        self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
+        self._steps: list[Span] = []  # that are open, from the outside in
+        self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
+        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span)
+        self.collectives: list[Span] = []
+        self.operations: list[tuple[float, float]] = []
+        self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
+        self.waits: list[Wait] = []
+        self._futures: list[tuple] = []  # (future, span) of collectives under way
+        self._stream = None  # on CUDA the one that computes
+        self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
+        self.on_collective = lambda span, args: None  # called when a collective is issued
+
+    def now(self):
+        """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
+        if not self._gpu:
+            return time.perf_counter()
+        event = self._gpu.Event(enable_timing=True)
+        event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
+        return event
+
+    def _at_work(self, func) -> tuple[str, str]:
+        """For whom `func` computes, a unit, the root or the optimizer, and in which step."""
+        step = self._where.step
+        if step.startswith("4"):
+            return "optimizer", step
+        return unit_of(self._where.module(), self._units) or "root", step
+
+    def begins(self, step: str, depth: int) -> None:
+        self._steps.append(Span(STEPS, step, self.now(), None))
+        self.spans.append(self._steps[-1])
+
+    def ends(self, step: str, depth: int) -> None:
+        self._steps.pop().end = self.now()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._where.see(func, args)
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        at_work = self._at_work(func)
+        start = self.now()
+        self._look_for_ends(start)
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            if (kind := kind_of(func)) is not None:
+                self._collective(kind, args, result, start, was_async(func, args))
+            return result
+        if func._schema.name in PRODUCTS:
+            for _, span in self._under_way.values():
+                span.hides = True
+        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
+        last = self._computing
+        if last is None or (last.name, last.step) != at_work:
+            self._computing = last = Span(COMPUTE, at_work[0], begun, None, at_work[1])
+            self.spans.append(last)
+        last.end = self.now()
+        if self._is_computing():
+            self._ran.append((start, begun, last.end))
+        return result
+
+    def _is_computing(self) -> bool:
+        """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
+        return not self._gpu or self._gpu.current_stream() == self._stream
+
+    def computed_meanwhile(self, *kinds: str) -> list[bool]:
+        """Which collectives of these kinds that were issued to be waited for later hide behind matrix products."""
+        return [span.hides for span in self.collectives if span.name in kinds and span.later]
+
+    def _collective(self, kind: str, args, result, start, later: bool) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group_of(args)))
+        span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
+        span.number = len(self.collectives)
+        self.spans.append(span)
+        self.collectives.append(span)
+        self.on_collective(span, args)
+        for work in works_in(result):
+            if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
+                self._computing = None
+                self._ended(span)
+                if self._is_computing():
+                    self.waits.append(Wait(start, span.end, span))
+                return
+            self._under_way[id(work)] = (work, span)
+            if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
+                span.told = False
+                return
+            try:
+                future = work.get_future()
+            except RuntimeError:  # gloo's reduce-scatter has none
+                span.told = False
+                return
+            future.then(lambda _: self._ended(span))
+            self._futures.append((future, span))
+
+    def _look_for_ends(self, now) -> None:
+        """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
+        if self._futures and not self._gpu:
+            for future, span in self._futures:
+                if future.done():
+                    self._ended(span, now)
+            self._futures = [pair for pair in self._futures if pair[1].end is None]
+
+    def _ended(self, span: Span, now=None) -> None:
+        if span.end is None:
+            span.end = now or self.now()  # on CUDA a callback runs on a stream that has waited for the collective
+
+    def __enter__(self):
+        self._where.open()
+        self._where.forget(self._model)
+        self._plain_wait = dist.Work.wait
+        timeline = self
+
+        def wait(work, *timeout):
+            timeline._computing = None
+            start = timeline.now()
+            try:
+                return timeline._plain_wait(work, *timeout)
+            finally:
+                _, span = timeline._under_way.pop(id(work), (None, None))
+                if span is not None:
+                    timeline._ended(span)
+                    if timeline._is_computing():
+                        timeline.waits.append(Wait(start, timeline.now(), span))
+                    timeline.on_wait(span.number)
+
+        dist.Work.wait = wait
+        if self._gpu:
+            self._stream = self._gpu.current_stream()
+            self._gpu.synchronize()  # so that the GPU's origin is the host's
+        self._origin = self.now()
+        self.opened = time.perf_counter() if self._gpu else self._origin  # for other instruments' times
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        result = super().__exit__(*exception)
+        dist.Work.wait = self._plain_wait
+        self._where.close()
+        end = self.now()
+        if self._gpu:
+            self._gpu.synchronize()
+        for each in (*self.spans, *self.waits):
+            stop = end if each.end is None else each.end  # nobody has waited for it inside the `with`
+            each.start, each.end = self._interval(each.start, stop)
+        self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
+        self._find_waits()
+        for several in (self.spans, self.waits):
+            several.sort(key=lambda each: each.start)
+        self._futures, self._ran, self._under_way = [], [], {}
+        return result
+
+    def _find_waits(self) -> None:
+        """Beside the waits that Python has called those inside C++ (DDP's reducer) or between streams (FSDP2 on CUDA).
+
+        They are seen by what they leave: two operations with nothing between them, and a collective that ended in the
+        gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
+        """
+        known = {wait.collective.number for wait in self.waits}
+        slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
+        ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
+        reached = 0.0  # of a gap in which several have ended
+        for span in sorted(self.collectives, key=lambda span: span.end):
+            place = bisect.bisect_left(ran, (span.end - slack,))
+            if span.number in known or not 0 < place < len(ran):
+                continue
+            (_, before), (after, _) = ran[place - 1 : place + 1]
+            start, stop = max(before, span.start, reached), min(span.end, after)
+            if start < stop:
+                self.waits.append(Wait(start, stop, span))
+                reached = stop
+
+    def _interval(self, start, stop) -> tuple[float, float]:
+        """In seconds. `start` may be a pair of moments: the later one counts."""
+        start = max(map(self.seconds, start)) if isinstance(start, tuple) else self.seconds(start)
+        stop = self.seconds(stop)
+        return min(start, stop), stop  # the clocks of host and GPU are some microseconds apart
+
+    def seconds(self, moment) -> float:
+        if isinstance(moment, float):  # of the host's clock
+            return moment - self.opened
+        return self._origin.elapsed_time(moment) / 1000
+
+
+def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
+    """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
+
+    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
+    is kept as it is.
+    """
+    events = []
+    for rank, spans in enumerate(ranks):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        threads: dict[str, float] = {}  # name -> until when it is busy
+        for span in spans:
+            # What overlaps cannot stand on one thread, unless it nests, as steps do.
+            lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
+            threads[lane] = max(span.end, threads.get(lane, 0.0))
+            arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
+            events.append({
+                "ph": "X",
+                "pid": rank,
+                "tid": list(threads).index(lane),
+                "name": f"step {span.name}" if span.lane == STEPS else span.name,
+                "cat": span.lane,
+                "ts": round(span.start * 1e6, 1),
+                "dur": round((span.end - span.start) * 1e6, 1),
+                "args": {what: value for what, value in arguments.items() if value},
+            })  # fmt: skip
+        for thread, name in enumerate(threads):
+            events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}})
+        for seconds, nbytes in live[rank] if live else ():
+            megabytes = {"MB": round(nbytes / 1e6, 3)}
+            events.append({"ph": "C", "pid": rank, "ts": round(seconds * 1e6, 1), "name": "live", "args": megabytes})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _free_thread(span: Span, threads: dict[str, float]) -> str:
+    """ "all-gather", or "all-gather 2" while another one is under way, and so on."""
+    names = [span.name, *(f"{span.name} {number}" for number in range(2, len(threads) + 3))]
+    return next(name for name in names if threads.get(name, 0.0) <= span.start)

@@ -1,0 +1,214 @@
+"""A step told event by event: what the ledgers and a chapter's moments show, turned into lines."""
+
+import contextlib
+import textwrap
+from unittest import mock
+
+from zerolab.measure import tables
+from zerolab.measure.held import has_gradient_buffers, held_bytes
+from zerolab.measure.ledger import MemoryLedger
+
+BAR = 24  # characters for the most that was alive
+
+# How the lines are to be read: of buckets, and of units.
+BUCKETS = """\
+buffer  the whole tensor of a collective: the ranks sum it, or put it together from their shards
+sent    what this rank sends for it: (N-1)/N of the buffer, in an all-reduce twice as much
+live    all bytes alive on this rank when the event begins, activations included
+holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends
+"""
+BUFFERS_STAY = """\
+        (the gradients' buffers stay from step to step, whatever is in them)
+"""
+REDUCED_INSIDE = """\
+3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final
+"""
+COUNTED = """\
+x 2     two equal events in a row; live is that of the second
+"""
+UNITS = """\
+gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started
+compute  the unit's forward or backward. What stands left of it travels while it computes. The root has
+         two turns each way: what the model computes before its units, and behind them (head, loss)
+free     the gathered parameters give their memory back
+reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started
+sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer
+peak     the most that was alive on this rank at once during the line, activations included; and as a bar
+holds    parameters, gradients and optimizer state that this rank keeps when this numbered step ends
+"""
+
+
+def held_in_words(engine) -> str:
+    return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
+
+
+class Story:
+    """What `TrafficLedger` tells during a step: a numbered step begins or ends, or something is sent.
+
+    Of a step in several micro-batches forwards and backwards are numbered: "Step 1 forward, micro-batch 2 of 4".
+    """
+
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        self.engine, self.memory = engine, memory
+        self._micro_batches, self._begun = micro_batches, 0
+        self.open()
+
+    def open(self) -> None:
+        """The step is about to begin."""
+
+    def numbered(self, step: str) -> str:
+        """The line for the beginning of "1 forward", say."""
+        if step.startswith("1"):
+            self._begun += 1
+        if self._micro_batches > 1 and step[0] in "12":
+            return f"Step {step}, micro-batch {self._begun} of {self._micro_batches}"
+        return f"Step {step}"
+
+    def begins(self, step: str, depth: int) -> None:
+        if depth == 1:
+            self.line(self.numbered(step))
+
+    def ends(self, step: str, depth: int) -> None:
+        if depth == 1:
+            self.line(f"  holds {held_in_words(self.engine)}{self.besides(step)}")
+
+
+class BucketStory(Story):
+    """ZeRO-1 and -2: a line per collective; equal neighbours become one line with a count."""
+
+    def open(self) -> None:
+        self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
+        self._last, self._count = None, 0
+
+    def how_to_read(self) -> str:
+        """The words, columns and marks of the lines. Call it after the step: it explains what there is."""
+        kept = has_gradient_buffers(self.engine)
+        counted = any("  x " in line for line in self.lines)
+        return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
+
+    def sends(self, collective, depth: int) -> None:
+        inside = f"{collective.step}: " if depth > 1 else ""
+        whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
+        self.line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+
+    def besides(self, step: str) -> str:
+        travelling = getattr(self.engine, "in_flight", None)
+        if travelling is None:
+            return ""
+        return f" (the last bucket's {travelling.shard.nbytes / 1e6:.2f} MB come later)"
+
+    def line(self, text: str) -> None:
+        if text != self._last:
+            self.close()
+        self._last, self._count, self._live = text, self._count + 1, self.memory.live
+
+    def close(self) -> None:
+        """The line that counts equal events is whole."""
+        if self._last is not None:
+            times = f"  x {self._count}" if self._count > 1 else ""
+            live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
+            self.lines.append(f"{self._last:<63}{live}{times}")
+        self._last, self._count = None, 0
+
+
+class UnitStory(Story):
+    """ZeRO-3: the sequence at the top of zero3.py, a line for each unit at work, with a bar of what is alive.
+
+    The chapter's moves and moments are watched from outside: while this story is told, methods of the engine and of its
+    units tell it when they are called, and hooks on the units' modules behind the chapter's own.
+    """
+
+    def open(self) -> None:
+        self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
+        self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
+        self._sent = 0.0
+        self._watching = contextlib.ExitStack()
+        for unit in self.engine.all_units:
+            self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
+            self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
+            hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._tell("compute", unit))
+            self._watching.callback(hook.remove)
+        self._watch(self.engine, "send", before=lambda unit: self._tell("reduce", unit))
+        self._watch(self.engine, "before_backward", after=lambda unit: self._tell("compute", unit))
+
+    def _watch(self, thing, method: str, before=lambda *_: None, after=lambda *_: None) -> None:
+        """Until `close`: call `before` and `after` with what `thing`'s method is called with."""
+        real = getattr(thing, method)
+
+        def watched(*arguments):
+            before(*arguments)
+            real(*arguments)
+            after(*arguments)
+
+        self._watching.enter_context(mock.patch.object(thing, method, watched))
+
+    def how_to_read(self) -> str:
+        return UNITS
+
+    @property
+    def lines(self) -> list[str]:
+        most = max(live for _, _, live in self._rows)
+        width = min(max(len(text) for text, _, live in self._rows if live), tables.columns_here() - 18)
+        longest_bar = max(0, min(BAR, tables.columns_here() - width - 20))
+        lines = [f"{'event':<{width}}{'sent MB':>9}{'peak MB':>9}"]
+        for text, sent, live in self._rows:
+            if not live:
+                lines.append(text)
+                continue
+            first, *rest = textwrap.wrap(text, width, subsequent_indent="    ")
+            bar = "#" * round(longest_bar * live / most)
+            lines += [f"{first:<{width}}{sent / 1e6:>9.2f}{live / 1e6:>9.2f}  {bar}".rstrip(), *rest]
+        return lines
+
+    def line(self, text: str) -> None:
+        self.flush()
+        self._rows.append((text, 0.0, 0))
+
+    def sends(self, collective, depth: int) -> None:
+        self._sent += collective.sent_bytes
+
+    def besides(self, step: str) -> str:
+        root = self.engine.root
+        if step.startswith("1"):
+            self._tell("compute", root)  # what follows the last unit
+        return f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)" if root.gathered else ""
+
+    def close(self) -> None:
+        """Nobody is watched any more."""
+        self.flush()
+        self._watching.close()
+
+    def flush(self) -> None:
+        """The line that grows is whole."""
+        if self._groups:
+            text = ""
+            for (verb, names), before in zip(self._groups, [None, *self._groups]):
+                # As the chapter writes it: a bar at what the rank computes, a comma between what follows from it.
+                text += "" if before is None else (" | " if "compute" in (verb, before[0]) else ", ")
+                text += f"{verb} {', '.join(names)}"
+            self._rows.append((f"  {text}", self._sent, self.memory.peak))
+        self._groups, self._sent = [], 0.0
+        self.memory.reset_peak()
+
+    def _tell(self, verb: str, unit) -> None:
+        if verb == "compute":
+            if self._groups and self._groups[-1] == (verb, [unit.name]):
+                return  # still at it: backward has run a part of the unit again
+            if any(other == "compute" for other, _ in self._groups):
+                self.flush()
+        if self._groups and self._groups[-1][0] == verb:
+            self._groups[-1][1].append(unit.name)
+        else:
+            self._groups.append((verb, [unit.name]))
+
+    def _gathers(self, unit) -> None:
+        if not unit.gathered:
+            if any(verb == "compute" for verb, _ in self._groups):
+                self.flush()
+            self._tell("gather", unit)
+
+    def _frees(self, unit) -> None:
+        if unit.gathered:
+            if unit is self.engine.root:  # backward has come to its end, in front of the first unit
+                self._tell("compute", unit)
+            self._tell("free", unit)

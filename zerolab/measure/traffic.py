@@ -1,0 +1,137 @@
+"""The collective ledger: which collectives an engine really issued, in which step, and how many bytes they send."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerolab.measure.held import tensor_leaves
+from zerolab.measure.position_in_step import PositionInStep
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
+
+
+def kind_of(func) -> str | None:
+    """The kind of collective that torch dispatches as `func`, or None for any other operation.
+
+    An all-gather is `_allgather_base_`, `allgather_into_tensor_coalesced_` and others; all_gather_into_tensor where
+    DTensor and other functional code calls it.
+    """
+    if func.namespace in ("c10d", "_c10d_functional"):
+        name = func._schema.name.split("::")[1].replace("_", "")
+        for kind in KINDS:
+            if name.startswith(kind.replace("-", "")):
+                return kind
+    return None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: kind, bytes of the whole buffer, bytes this rank sends for it, step, bytes per element, and the
+    global numbers of its ranks.
+
+    A collective in bfloat16 sends as many elements as one in float32, and half the bytes.
+    """
+
+    kind: str
+    whole_bytes: int
+    sent_bytes: float
+    step: str
+    element_bytes: int = 4
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def sent_elements(self) -> float:
+        """Elements this rank sends for it: what the ZeRO paper counts traffic in."""
+        return self.sent_bytes / self.element_bytes
+
+
+def sent_bytes(kind: str, whole_bytes: int, world_size: int) -> float:
+    """Logical bytes a rank sends, for a buffer of `whole_bytes` (the whole one, not the shard).
+
+    All-gather and reduce-scatter: (N-1)/N of it; all-reduce: both, one after the other. A broadcast brings
+    the buffer to N-1 ranks; that is (N-1)/N of it per rank when the ranks take turns at sending, which
+    is how `ZeroRedundancyOptimizer` uses it. What a backend does inside may be more: gloo
+    implements reduce-scatter as an all-reduce and a slice.
+    """
+    return (2 if kind == "all-reduce" else 1) * whole_bytes * (world_size - 1) / world_size
+
+
+class TrafficLedger(TorchDispatchMode):
+    """`with TrafficLedger() as traffic: engine.training_step(...)`; then `traffic.collectives`, in order.
+
+    It watches from outside: every collective passes torch's dispatcher, whoever issued it (Python, DDP's reducer
+    in C++, FSDP), and so do `record_function` labels, which tell the step.
+    """
+
+    def __init__(self, story=None):
+        """`story` is told what happens, when it happens: see `Story` in told_step.py."""
+        super().__init__()
+        self.collectives: list[Collective] = []
+        self._story = story
+        self._where = PositionInStep(story)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sent while the ledger was open, rounded to whole bytes."""
+        return round(sum(collective.sent_bytes for collective in self.collectives))
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements this rank sent while the ledger was open, rounded."""
+        return round(sum(collective.sent_elements for collective in self.collectives))
+
+    @property
+    def count(self) -> Counter:
+        """How many collectives of each kind."""
+        return Counter(collective.kind for collective in self.collectives)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._where.see(func, args)
+        if (kind := kind_of(func)) is not None:
+            self._note(kind, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, kind: str, args) -> None:
+        whole = whole_bytes(kind, args)
+        element = next((tensor.element_size() for tensor in tensor_leaves(args[:2])), 4)
+        ranks = tuple(dist.get_process_group_ranks(group_of(args)))
+        sent = sent_bytes(kind, whole, len(ranks))
+        collective = Collective(kind, whole, sent, self._where.step, element, ranks)
+        self.collectives.append(collective)
+        if self._story is not None:
+            self._story.sends(collective, len(self._where.steps))
+
+
+def whole_bytes(kind: str, args) -> int:
+    """Bytes of the whole buffer of a collective that torch dispatches with `args`."""
+    # It is the larger of a collective's tensors: output of an all-gather, input of a reduce-scatter.
+    whole = max(sum(tensor.nbytes for tensor in tensor_leaves(argument)) for argument in args[:2])
+    if kind == "all-gather" and isinstance(args[-1], str):  # functional: only the shard is passed in
+        whole *= group_of(args).size()
+    return whole
+
+
+def group_of(args):
+    """The process group of a collective that torch dispatches with `args`."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(argument)
+            except (RuntimeError, TypeError):
+                continue  # the ReduceOp is a script object as well
+    return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def was_async(func, args) -> bool:
+    """Whether a collective that torch dispatches was issued to be waited for later."""
+    names = [argument.name for argument in func._schema.arguments]
+    return "async_op" in names and dict(zip(names, args)).get("async_op", True)
+
+
+def works_in(result) -> list[dist.Work | None]:
+    """What a collective has returned to wait for; None for one that has run already."""
+    return [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]

@@ -1,0 +1,181 @@
+"""What each chapter does when it is run: a few training steps, then one step told event by event.
+
+Everything printed is observed from outside, by the memory and traffic ledgers; the stage files know nothing of it.
+"""
+
+import argparse
+import contextlib
+import inspect
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from zerolab.measure import step_report, step_time, tables
+from zerolab.measure.collective_names import named_collectives
+from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
+from zerolab.measure.memory_parts import PartsLedger
+from zerolab.measure.out_of_memory import explained
+from zerolab.measure.timeline import Span, Timeline, chrome_trace
+from zerolab.measure.told_step import BucketStory, UnitStory, held_in_words
+from zerolab.measure.watched_step import watched_step
+from zerolab.run import micro_batches, process_group
+from zerolab.run import options as common
+from zerolab.run.data import Batches, load_text
+from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
+from zerolab.run.process_group import Rank
+from zerolab.run.recompute import checkpoint_blocks
+
+WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
+
+
+def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
+    own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
+    parser = common.Parser(f"{engine_cls.__name__.lower()} [N]", description=doc.splitlines()[0])
+    common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
+    common.add(parser, "bucket-mb" if "bucket_mb" in own else "prefetch")
+    common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
+    options = parser.parse_args(argv)
+    options.engines = [engine_cls.__name__.lower()]
+    if options.steps < 2:  # the first makes the optimizer's state, the last is told
+        raise ValueError(f"--steps must be 2 or more, got {options.steps}")
+    common.settle(options)
+    micro_batches.settle(options, 4)
+    process_group.check_writable("--trace", options.trace)
+    return options
+
+
+def run(engine_cls, doc: str) -> None:
+    """Train and tell; the `main()` of every stage file."""
+    process_group.run(partial(_walk, engine_cls, doc))
+
+
+def _walk(engine_cls, doc: str) -> None:
+    options = arguments(engine_cls, doc)
+    seq = preset(options.preset).seq
+    text = load_text(options.data, seq)
+    me = process_group.start(options.backend, options.device, options)
+    batches = Batches(text, options.batch, seq, options.seed, me.device)
+    ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
+
+    def say(text: str) -> None:
+        me.print(tables.wrapped(text))
+
+    say(doc.splitlines()[0])
+    say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
+    with PartsLedger() as memory:
+        timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
+        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
+        with timeline as partition, explained("step 0, the construction", None, memory):
+            engine = engine_cls(_model(options, me), adamw, **_own(options))
+        say(_partition(engine, options))
+        for number, batch in enumerate(ready[:-1], 1):
+            memory.begin(engine)
+            with explained(f"training step {number}", engine, memory):
+                loss = _train(engine, batch, options)
+            say(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
+        _tell(engine, memory, ready[-1], options, say)
+    again = partial(_train, engine, ready[-1], options)
+    found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
+    say(step_report.sentence(step_time.summary(found), 0))
+    if options.trace:
+        _trace(engine, partition.spans, ready[-1], me, options)
+    process_group.stop()
+
+
+def _own(options: argparse.Namespace) -> dict:
+    """The chapter's own options."""
+    return {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
+
+
+def _model(options: argparse.Namespace, me: Rank) -> GPT:
+    # Every rank has another start: the engine takes rank 0's.
+    model = GPT(preset(options.preset), options.seed + me.rank).to(me.device)
+    if options.checkpoint_activations:
+        checkpoint_blocks(model, casts=False)
+    return model
+
+
+def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
+    return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
+
+
+def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
+    """One training step, event by event, and what it sent in all."""
+    again = "; backward computes each block's forward again" if options.checkpoint_activations else ""
+    say(f"training step {options.steps}, event by event{again}.\n")
+    story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
+    told = explained(f"training step {options.steps}", engine, memory)
+    with watched_step(engine, memory, story=story) as seen, told:
+        loss = _train(engine, batch, options)
+    story.close()
+    say("\n".join([story.how_to_read(), *story.lines]))
+    say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
+    say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
+    times = ""
+    if (ranks := engine.world_size) > 1:
+        share = seen.sent_elements / number_of_parameters(preset(options.preset)) * ranks / (ranks - 1)
+        times = f" = {share:.3f} Ψ x (N-1)/N, with N = {ranks}"
+    megabytes, count = seen.sent_bytes / 1e6, len(seen.collectives)
+    say(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
+
+
+def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
+    """One more step of all ranks, into one file; what step 0 was stands before it."""
+    dist.barrier()  # the ranks' clocks start here
+    timeline = Timeline(engine, me.device)
+    with PartsLedger(engine) as memory, named_collectives(engine, timeline), timeline:
+        memory.clock = timeline.now
+        _train(engine, batch, options)
+        memory.clock = time.perf_counter
+    # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
+    begins = max(process_group.gathered(max(span.end for span in partition)))
+    spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
+    # What is there already when the timeline is opened is there from its beginning.
+    live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
+    everyone = process_group.gathered((partition + spans, live))
+    if me.rank > 0:
+        return
+    name = type(engine).__name__
+    own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
+    about = {
+        "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
+        **common.about(me.device, name.lower(), me.world_size),
+        "step_begins_ms": round(begins * 1e3, 4),
+    }
+    common.write_json(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
+    print("open it in chrome://tracing or ui.perfetto.dev")
+
+
+def _partition(engine, options: argparse.Namespace) -> str:
+    """Step 0: into what the model was cut, which ranks own which parameter, and what this rank holds of it."""
+    psi = number_of_parameters(preset(options.preset))
+    if hasattr(engine, "units"):
+        parts = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}"
+        limit = " (a transformer block each) and the root (what belongs to no unit)"
+    else:
+        count = len(buckets_of(engine))
+        parts = f"{count} bucket{'s' if count > 1 else ''}"
+        limit = f" of at most {options.bucket_mb:g} MiB"
+    whole, shard, padding = sizes_of_layout(engine)
+    buffers = "; the gradients' buffers are made with the engine" if has_gradient_buffers(engine) else ""
+    return "\n".join([
+        f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32",
+        f"\nStep 0 partition: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
+        f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
+        *_owners(engine, options.map),
+        f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",
+    ])  # fmt: skip
+
+
+def _owners(engine, everything: bool) -> list[str]:
+    """Which ranks own which parameter, for the layout that is really used."""
+    lines = []
+    for name, shape, first, last in owners(engine):
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        lines.append(f"  {name:<28} {str(shape):<14} {ranks}")
+    if not everything and len(lines) > 8:
+        lines = [*lines[:6], f"  ... {len(lines) - 6} more (--map prints all)"]
+    return lines

@@ -1,0 +1,78 @@
+"""What every command's line has in common: how it is read, and that a mistake, or Ctrl-C, ends it in one line."""
+
+import argparse
+import contextlib
+import difflib
+import os
+import signal
+import sys
+import time
+
+from zerolab.run.endings import LAUNCHER
+
+
+@contextlib.contextmanager
+def one_line(*mistakes: type[Exception]):
+    """Inside, Ctrl-C ends this process with one line and exit status 130, as the shell expects it.
+
+    An error of one of the kinds `mistakes`, which says what cannot work, ends it with one line and exit status 2.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever reads this has enough, as `head` does
+        if LAUNCHER in os.environ:  # a rank: all are ended together, as of one that is gone the others complain
+            os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
+            time.sleep(120)
+        os._exit(128 + signal.SIGPIPE)
+    except mistakes as error:
+        say_error(error)
+        sys.exit(2)
+
+
+def say_error(error: BaseException, hint: str = "") -> None:
+    """One line on stderr. Of a rank it begins with its number."""
+    where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    if isinstance(error, OSError) and error.filename:
+        error = f"{str(error.filename)!r} cannot be used: {error.strerror}. Name another one"
+    print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
+
+
+def did_you_mean(given: str, known) -> str:
+    """ ": did you mean zero3?", or "." where nothing is like it."""
+    near = difflib.get_close_matches(given.strip().lower(), known, cutoff=0.75)
+    return f": did you mean {' or '.join(near)}?" if near else "."
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command's options. A mistake ends the command with one line and exit status 2, as all others do.
+
+    `words` are the command and what stands behind it: "compare [N]".
+    """
+
+    def __init__(self, words: str, **more):
+        super().__init__(usage=f"./launch.sh {words} [options]", allow_abbrev=False, **more)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else args
+        self.given = [word.partition("=")[0] for word in words if word.startswith("--")]
+        for name in self.given:
+            if name not in self._option_string_actions:
+                self.error(f"no option {name}{did_you_mean(name, self._option_string_actions)}")
+        return super().parse_args(args, namespace)
+
+    def beside(self, option: str, *others: str) -> None:
+        """Where `option` is given, refuse all but these `others`: they would be ignored."""
+        for name in self.given if option in self.given else ():
+            if name not in (option, *others):
+                self.error(f"{name} does nothing beside {option}: leave out one of them")
+
+    def needs(self, option: str, other: str) -> None:
+        """Refuse `option` without `other`: it would be ignored."""
+        if option in self.given and other not in self.given:
+            self.error(f"{option} does nothing without {other}")
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message.removesuffix('.')} (--help lists what there is)\n")

@@ -1,0 +1,194 @@
+"""What stands beside the three stages: torch's own engines as one uses them, and variants that no chapter has."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerolab.engine import ZeRO1Engine
+from zerolab.engine.safety.waiting import NamedWork
+from zerolab.engine.units import default_units
+from zerolab.run.micro_batches import Looped
+
+
+class MixedModule(nn.Module):
+    """Plain PyTorch's way to compute in a low precision with float32 weights: a cast that autograd knows.
+
+    Weights are cast once per forward; their gradients arrive in float32, which is what DDP then reduces. What
+    one process and DDP have instead of FSDP2's policy, and with the same numbers.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *inputs):
+        low = {name: param.to(self.dtype) for name, param in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, low, inputs, tie_weights=True)
+
+
+def mixed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    return model if dtype is None else MixedModule(model, dtype)
+
+
+class PlainStep(Looped):
+    """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
+
+    def __init__(self, model: nn.Module, optimizer_cls):
+        self.model, self.optimizer = model, optimizer_cls(model.parameters())
+
+    def __call__(self, *inputs, **named):
+        return self.model(*inputs, **named)
+
+    def step(self) -> None:
+        with record_function("step 4 update the shard"):
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def single(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+    return PlainStep(mixed(model, dtype), optimizer_cls)
+
+
+def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None, **more) -> PlainStep:
+    """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
+    if isinstance(next(model.parameters()), FakeTensor):
+        return DDPStandIn(mixed(model, dtype), optimizer_cls, bucket_mb or 25)
+    ids = None if device.type == "cpu" else [device]
+    more |= {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    model = DistributedDataParallel(mixed(model, dtype), device_ids=ids, gradient_as_bucket_view=True, **more)
+    return PlainStep(model, optimizer_cls)
+
+
+def zero_redundancy_optimizer(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
+    """DDP whose optimizer keeps a share of its state on each rank."""
+    sharded = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, **optimizer_cls.keywords)
+    return ddp(model, sharded, device, dtype)
+
+
+class DDPStandIn(PlainStep):
+    """What `DistributedDataParallel(gradient_as_bucket_view=True)` keeps alive and sends, where it cannot be built.
+
+    DDP's reducer is C++ and refuses fake tensors. This has its buckets (torch's own function cuts them: the last
+    parameters first, 1 MiB and then 25 MiB each), into which every gradient is copied once autograd has it, and its
+    all-reduce per bucket, for which it waits when backward is over. With `sends = False` a backward adds to the
+    gradients and sends nothing (`no_sync`).
+    A test compares it with the real one, byte for byte.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float):
+        super().__init__(model, optimizer_cls)
+        self.sends, self._works, self._flats = True, [], []
+        params = [param for param in model.parameters() if param.requires_grad][::-1]
+        limits = [int(min(bucket_mb, 1) * 2**20), int(bucket_mb * 2**20)]
+        for numbers in dist._compute_bucket_assignment_by_size(params, limits)[0]:
+            self._add_bucket([params[number] for number in numbers])
+
+    def _add_bucket(self, params: list[nn.Parameter]) -> None:
+        flat = params[0].new_zeros(sum(param.numel() for param in params))
+        parts = flat.split([param.numel() for param in params])
+        views = {param: part.view(param.shape) for param, part in zip(params, parts)}
+        missing = set(params)
+        self._flats.append(flat)
+
+        def on_gradient(param):
+            self._take(param, views[param])
+            missing.discard(param)
+            if not missing:
+                missing.update(params)
+                if self.sends:
+                    self._send(flat)
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(on_gradient)
+
+    def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        """The gradient of `param` has come, and goes to its place in the bucket."""
+        if param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
+
+    def _send(self, flat: torch.Tensor) -> None:
+        if not self._works:
+            torch.autograd.Variable._execution_engine.queue_callback(self._receive)
+        flat.div_(dist.get_world_size())
+        self._works.append(dist.all_reduce(flat, async_op=True))
+
+    def _receive(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """A GPT's blocks; of another model ZeRO-3's units."""
+    return [*getattr(model, "blocks", ())] or default_units(model)
+
+
+def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
+    """FSDP2 around every block of the model, and around the rest."""
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if mesh is None:
+        # By default the mesh is of whatever accelerator there is, also when the model is to stay on the CPU. And
+        # `init_device_mesh` may choose a GPU by itself, and add an NCCL group, which ranks on one GPU cannot have.
+        with _disable_current_modes():  # a mesh needs the values of its ranks, which fake tensors do not have
+            mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, **options)
+    return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
+
+
+ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
+
+
+def fsdp1(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, by_size=False, **options) -> PlainStep:
+    """FSDP1 around the blocks, or `by_size` around all large modules.
+
+    The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
+    10,000 parameters on (`_large`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
+    offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
+    """
+    policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
+    wrap = _large(model) if by_size else ModuleWrapPolicy({*map(type, blocks_of(model))})
+    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap, **options), optimizer_cls)
+
+
+def _large(model: nn.Module):
+    """The article's policy, but for modules that share a weight: those stay with the model around them.
+
+    Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would
+    become two, which learn different things. With `use_orig_params` FSDP1 stops with an error instead.
+    """
+    owners = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    tied = {module for modules in owners.values() if len(modules) > 1 for module in modules}
+
+    def wrap(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if module in tied and not recurse:
+            return False
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, ARTICLE_MIN_NUM_PARAMS)
+
+    return wrap
+
+
+class ZeRO1By2Psi(ZeRO1Engine):
+    """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
+
+    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor, torch.Tensor]:
+        shard = bucket.gradient.new_empty(bucket.shard_numel)
+        work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
+        return NamedWork(work, "reduce-scatter", bucket), shard, shard

@@ -1,0 +1,101 @@
+"""DeepSpeed's ZeRO 1, 2 and 3 as one uses them, if DeepSpeed is installed (`pip install .[peers]`).
+
+Its step is torch's loop: `loss.backward()` and `engine.step()`, of which the latter is also the end of gradient
+accumulation (`managed_gradient_accumulation: false`). Where what it keeps lies, `held_tensors` says.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import tomllib
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from zerolab.run.micro_batches import Looped
+
+
+def default_bucket_mb(params) -> float:
+    """The size of our buckets: at most 25 MiB, and at most a sixth of the parameters, but not less than 1 MiB."""
+    return min(25, max(1, sum(param.nbytes for param in params) / 6 / 2**20))
+
+
+def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
+    """What DeepSpeed is told. All else is its default.
+
+    Some defaults are for models of billions of parameters: with these its stages 2 and 3 would be no ZeRO-2 and -3 of a
+    small model. A bucket has 5e8 elements (2 GB), and stage 3 keeps parameters of up to 1e5 elements whole for good,
+    and up to 1e9 elements after their use. So buckets get the size that ours have, and stage 3 keeps nothing.
+    """
+    mib = int(default_bucket_mb(model.parameters()))  # whole ones: it wants an even number of elements
+    bucket = mib * 2**18  # elements of 4 bytes
+    told = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text())
+    told["bf16"] = {"enabled": dtype is torch.bfloat16}
+    sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    told["zero_optimization"] |= {"stage": stage, **dict.fromkeys(sizes, bucket)}
+    return told
+
+
+def build(model: nn.Module, optimizer_cls, device: torch.device, stage: int, dtype=None) -> "DeepSpeedStep":
+    """DeepSpeed's engine of that stage around `model`."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # It calls torch's collectives by the names that they had before torch 2.13, in every step.
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells of its accelerator
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        optimizer = optimizer_cls([param for param in model.parameters() if param.requires_grad])
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config(stage, model, dtype), dist_init_required=False
+        )
+    return DeepSpeedStep(engine)
+
+
+class DeepSpeedStep(Looped):
+    """DeepSpeed's engine with the names that a referee calls. `optimizer` is torch's, over DeepSpeed's partitions."""
+
+    def __init__(self, engine):
+        self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer.optimizer
+        self.bucket_bytes = 4 * engine.zero_reduce_bucket_size()  # of the buffer that gradients go through
+
+    def __call__(self, *inputs, **named):
+        return self.engine(*inputs, **named)
+
+    def step(self) -> None:
+        with record_function("step 4 update the shard"):
+            self.engine.step()
+
+    def zero_grad(self) -> None:
+        """DeepSpeed's `step` drops the gradients itself."""
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """{name: whole tensor on the CPU}: of stage 3 the parameters are gathered for it. A collective."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    def held_tensors(self) -> dict[str, list]:
+        """{"parameters", "gradients", "optimizer"}: what lies where, nested, by the names that DeepSpeed 0.19 gives it.
+
+        Its stages keep the partition that the optimizer updates beside the model's weights, in float32 too: a copy.
+        """
+        zero, params = self.engine.optimizer, list(self.model.parameters())
+        partitions = [p for group in self.optimizer.param_groups for p in group["params"]]
+        whole = ("bit16_groups_flat", "single_partition_of_fp32_groups")
+        shards = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
+        sums = ("averaged_gradients", "grad_partitions_flat_buffer")
+        kept = [getattr(zero, name, None) for name in (*whole, *shards)]
+        gradients = [param.grad for param in (*params, *partitions)]
+        gradients += [getattr(zero, name, None) for name in sums]
+        gradients += [vars(bucket).get("buffer") for bucket in zero.ipg_buckets.values()]
+        return {
+            "parameters": [params, partitions, kept, [getattr(param, "ds_tensor", None) for param in params]],
+            "gradients": gradients,
+            "optimizer": [*self.optimizer.state.values()],
+        }

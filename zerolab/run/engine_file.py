@@ -1,0 +1,132 @@
+"""An engine out of a file of yours, as an entry of the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
+
+The file has `build(model, optimizer_cls, device)`, which puts an engine around `model`; `optimizer_cls` is a torch
+optimizer class with its options bound. It returns anything with `model`, `optimizer`, and either
+`training_step(inputs, targets, loss_fn)` or `__call__`, `step()` and `zero_grad()`. `COUNTERPART` names an engine that
+it is compared with, and `TITLE` is what figures call it.
+"""
+
+import contextlib
+import runpy
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zerolab.run import engines
+from zerolab.run.engines import ENGINES, Engine
+from zerolab.run.micro_batches import Looped
+
+LOOP = ("__call__", "step", "zero_grad")
+
+
+def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
+    """The engines of `--engines`, and of every `--engine-file`, as names of the registry. Raises ValueError."""
+    own = enter(options.engine_file, command)
+    names = engines.chosen(options.engines, command, (*known, *own))
+    return list(dict.fromkeys([*names, *own]))
+
+
+def enter(paths: list[str], on: str) -> list[str]:
+    """The names of the engines in the files `paths`, which are in the registry from here on, run by the command `on`.
+
+    Raises ValueError for what is no such file, and for a name that is taken.
+    """
+    names = []
+    for given in paths:
+        try:
+            names.append(_enter(Path(given), on))
+        except ValueError as error:
+            raise ValueError(f"--engine-file {given}: {error}") from error
+    return names
+
+
+def _enter(path: Path, on: str) -> str:
+    name = path.stem
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"it must be a file whose name ends in .py, and {path.resolve()} is none")
+    if name in ENGINES:
+        raise ValueError(f"the name {name!r} is taken, so rename the file")
+    found = _load(path)
+    build, counterpart = found.get("build"), found.get("COUNTERPART")
+    if not callable(build):
+        raise ValueError("it must have a function build(model, optimizer_cls, device)")
+    if counterpart not in [None, *ENGINES]:
+        raise ValueError(f"COUNTERPART is {counterpart!r}, and must be one of {', '.join(ENGINES)}")
+    promise = ENGINES[counterpart].promise if counterpart else None
+    title = str(found.get("TITLE", name))
+    more = {"counterpart": counterpart, "line": "--", "mark": "*", "file": str(path)}
+    ENGINES[name] = Engine(name, title, partial(_built, build), [on], [], promise, **more)
+    return name
+
+
+def _load(path: Path) -> dict:
+    """The names that the file defines. Raises ValueError if it cannot be run."""
+    sys.path.append(str(path.parent.resolve()))  # for what lies beside it
+    try:
+        return runpy.run_path(str(path))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"it cannot be imported: {where(error, str(path))}") from error
+
+
+class NoEngine(RuntimeError):
+    """What a file's `build` has returned is no engine."""
+
+
+def _built(build, model, optimizer_cls, device) -> "_OfAFile":
+    engine = build(model, optimizer_cls, device)
+    wanted = ["model", "optimizer"]
+    if not hasattr(engine, "training_step"):
+        wanted += LOOP
+    for name in wanted:
+        if not hasattr(engine, name):
+            raise NoEngine(f"build returned a {type(engine).__name__}, which has no `{name}`")
+    return _OfAFile(engine)
+
+
+class _OfAFile(Looped):
+    """An engine as `build` has returned it, with a `training_step` if it has none."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def __call__(self, *inputs, **named):
+        return self._engine(*inputs, **named)
+
+    def training_step(self, inputs, targets, loss_fn) -> torch.Tensor:
+        own = getattr(self._engine, "training_step", super().training_step)
+        loss = own(inputs, targets, loss_fn)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise NoEngine(f"training_step must return this rank's loss, a tensor of one element, and returned {loss}")
+        return loss.detach()
+
+
+def where(error: BaseException, path: str) -> str:
+    """One line: the last line of the file that the error came through, and what it says."""
+    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    lines = [error.lineno] if isinstance(error, SyntaxError) and error.lineno else _lines_in(error, path)
+    at = f", line {lines[-1]}" if lines else ""
+    return f"{Path(path).name}{at}: {said}"
+
+
+def _lines_in(error: BaseException, path: str) -> list[int]:
+    """The lines of the file that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in frames if Path(frame.filename).resolve() == Path(path).resolve()]
+
+
+@contextlib.contextmanager
+def named_in_errors():
+    """Inside, an exception out of an engine's file becomes a RuntimeError that names the line there."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        for engine in ENGINES.values():
+            if engine.file and _lines_in(error, engine.file):
+                raise RuntimeError(where(error, engine.file)) from error
+        raise

@@ -1,0 +1,248 @@
+"""Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
+
+import itertools
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from zerolab.engine import accelerator
+from zerolab.run.command_line import one_line, say_error
+from zerolab.run.starter import end_with_starter
+
+TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the others: its number, how many there are, device, backend and why that one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    why: str
+
+    def print(self, *values) -> None:
+        """Print on rank 0 only, at once."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+
+def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: int) -> tuple[str, str, str]:
+    """(backend, device, why) for `ranks_here` ranks on a machine with `gpus` GPUs; "auto" leaves the choice to us.
+
+    Raises ValueError for a combination that cannot work.
+    """
+    kind = accelerator.kind() if accelerator.count() else "cuda"
+    own = dist.get_default_backend_for_device(kind)  # between GPUs: "nccl" for CUDA, "xccl" for XPU
+    if device not in ("auto", "cpu", kind):
+        raise ValueError(f"--device must be auto, cpu or {kind}, got {device!r}")
+    if backend not in ("auto", "gloo", own):
+        raise ValueError(f"--backend must be auto, gloo or {own}, got {backend!r}")
+    if device == kind and gpus == 0:
+        raise ValueError(f"--device {kind}, but torch sees no GPU here: use --device cpu")
+    if backend == own:
+        if device == "cpu" or gpus == 0:
+            raise ValueError(f"--backend {own} needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
+        if ranks_here > gpus:
+            raise ValueError(
+                f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} takes one GPU per "
+                f"rank (NCCL would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+            )
+    if device == "cpu" or gpus == 0:
+        return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"
+    if backend == own or (backend == "auto" and ranks_here <= gpus):
+        return own, f"{kind}:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
+    alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without {own.upper()} as --backend gloo asks"
+    why = f"{ranks_here} ranks share {gpus} GPU(s), which {own.upper()} refuses" if ranks_here > gpus else alone
+    return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
+
+
+def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
+    """How many ranks to start on this machine when nobody says: one per GPU, and two where there would be only one."""
+    if gpus == 0 or device == "cpu":
+        return 2
+    return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
+
+
+def planned_world_size(backend: str, device: str) -> int | None:
+    """How many ranks there are, or will be when `./launch.sh` starts them; None outside of both."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if "ZERO_PREFLIGHT" not in os.environ:
+        return None
+    return ranks_here(os.environ["ZERO_PREFLIGHT"], backend, device) * machines()
+
+
+CHECKS: list[Callable] = []  # what else is asked before any rank starts: each is given the options, ranks and device
+
+
+def preflight(ranks: str, backend: str, device: str, options) -> None:
+    """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
+    gpus = accelerator.count()
+    number = ranks_here(ranks, backend, device)
+    backend, device, why = choose(backend, device, 0, number, gpus)
+    timeout()
+    for check in CHECKS if options else ():
+        check(options, number, device)
+    where = "the GPU" if device != "cpu" else "the CPU"
+    each = " per machine" if machines() > 1 else ""
+    print(f"{number}\n{number} rank(s){each} over {backend} on {where}: {why}")
+
+
+def machines() -> int:
+    """How many there may be: the larger number of NNODES=1:2."""
+    given = os.environ.get("NNODES") or "1"
+    most = given.rpartition(":")[2]
+    if not most.isdecimal():
+        raise ValueError(f"NNODES must be a number of machines, as 2 or 1:2, got {given!r}")
+    return int(most)
+
+
+def ranks_here(ranks: str, backend: str, device: str) -> int:
+    """How many ranks `./launch.sh` starts on this machine; `ranks` is what was asked for, or "auto"."""
+    return default_ranks(backend, device, accelerator.count(), machines()) if ranks == "auto" else int(ranks)
+
+
+def timeout() -> float:
+    """ZERO_TIMEOUT, in seconds. Raises ValueError if it is none, or more than torch can count."""
+    given = os.environ.get("ZERO_TIMEOUT", str(TIMEOUT_SECONDS))
+    if not given.replace(".", "", 1).isdecimal() or not 0 < float(given) <= 1e6:
+        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, a million at most, got {given!r}")
+    return float(given)
+
+
+def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
+    """Join the process group that torchrun has described in the environment. `options` are a command's, for CHECKS.
+
+    Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
+    """
+    if "ZERO_PREFLIGHT" in os.environ:  # everything up to here was a check that needs no ranks
+        preflight(os.environ["ZERO_PREFLIGHT"], backend, device, options)
+        sys.exit(0)
+    if "RANK" not in os.environ:
+        name = os.path.basename(sys.argv[0]).removesuffix(".py")
+        command = {"train": "train zero3", "fsdp2_compare": "compare"}.get(name, name)
+        raise RuntimeError(f"no ranks: start them by ./launch.sh {command} 2")
+    end_with_starter(os.getppid())
+    local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
+    chosen = torch.device(device)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)  # before anything else touches a GPU
+    else:
+        # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Nothing waits for ever: a rank that never comes is an error on the others after this time.
+    own = chosen if backend != "gloo" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout()), device_id=own)
+    return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+
+
+def hardware(device: torch.device) -> str:
+    """The name of what was measured on: the GPU with the version of CUDA, or the processor and its cores."""
+    if device.type != "cpu":
+        version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"torch's {device.type}"
+        return f"{torch.get_device_module(device).get_device_name(device)}, {version}"
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            name = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), name)
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def largest(values: list[float], me: Rank) -> list[float]:
+    """The maximum over the ranks of each value. A collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=me.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def gathered(value) -> list:
+    """The `value` of each rank. A collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def tf32() -> bool:
+    """Whether float32 products on a GPU may use TF32, which keeps 10 of 23 bits of each factor: what torch says.
+
+    Programs can turn it on, and so can TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some containers set.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+_works_alone = itertools.count()  # of `wait_for_rank_0`; the same number on all ranks
+
+
+def wait_for_rank_0(me: Rank) -> None:
+    """The other ranks wait here until rank 0 has come, for as long as that takes. All ranks call it.
+
+    For work that rank 0 does alone. A collective would not do: after ZERO_TIMEOUT seconds it ends the ranks that wait.
+    Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
+    """
+    meeting, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
+    if me.rank == 0:
+        meeting.set(key, "done")
+    while me.rank != 0 and not meeting.check([key]):  # no `wait`: others in this process may need the store
+        time.sleep(0.05)
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError.
+
+    It is opened, as permissions do not tell all, and left as it was. One process asks, and not every rank.
+    """
+    if path is None or "RANK" in os.environ:
+        return
+    new = not os.path.exists(path)
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {option} {path!r}: {error.strerror}") from error
+    if new:
+        os.remove(path)
+
+
+def stop() -> None:
+    """Leave together: a rank that leaves first can make the others abort."""
+    dist.barrier()
+    if dist.get_backend() != "gloo":  # whose destructor may abort when another rank has gone: `run` goes without
+        dist.destroy_process_group()
+
+
+def run(main) -> None:
+    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1 or 2.
+
+    The other ranks do not wait for this one in vain: torchrun stops them when it exits.
+    """
+    status = 1
+    try:
+        with one_line(ValueError, TypeError, OSError):
+            record(main)()  # `record` writes an error down for torchrun
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code or 0
+    except RuntimeError as error:
+        hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
+        say_error(error, hint if lost(str(error)) else "")
+    except Exception:
+        traceback.print_exc()  # nothing that was foreseen: show where
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
+
+
+def lost(said: str) -> bool:
+    """Whether an error's message is that of a rank which has waited for another one in vain."""
+    return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))

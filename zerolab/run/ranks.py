@@ -1,0 +1,209 @@
+"""Ranks in processes of their own: start them, hand them work, collect what each says of it, and always an end.
+
+    with Ranks(["-m", "my.module", "zero2"], 2, seconds=60) as ranks:    # my.module is given ranks.folder as well
+        for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank
+            ...
+
+A rank says its verdict on an item by a small file (`say`), and not by a message through torch.distributed: a rank that
+hangs, or is killed, takes no part in a collective any more. Whoever starts the ranks has no rank, so it has something
+to say when they hang, crash or never start. Nothing here imports torch.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from zerolab.run.endings import ENDED, killed_by
+from zerolab.run.starter import STARTER, end_with_starter
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 10  # seconds for ranks that have said everything, to leave by themselves
+ENDING = 5  # seconds from SIGTERM to SIGKILL
+
+# What a rank does.
+
+
+def begin(folder: str | Path) -> int:
+    """First of all: from here on it is known how this rank ends. Returns its number."""
+    end_with_starter(os.getppid())
+    rank = int(os.environ["RANK"])
+    faulthandler.enable(open(Path(folder, f"crash.{rank}"), "w"))  # noqa: SIM115
+    return rank
+
+
+def say(folder: str | Path, item, rank: int, verdict: dict) -> None:
+    """This rank's verdict on `item`, a number or a name, as JSON."""
+    file = Path(folder, f"{item}.{rank}.json")
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(verdict))
+    part.rename(file)  # whole, or not there
+
+
+def said(folder: str | Path, item, world_size: int) -> list[dict | None]:
+    """Every rank's verdict on `item`, None where there is none yet."""
+    files = [Path(folder, f"{item}.{rank}.json") for rank in range(world_size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[dict | None]:
+    """`said`, when all are there or the time is over: for a rank that must not leave before the others say theirs.
+
+    One that leaves makes the others fail in another way than they would have.
+    """
+    until = time.monotonic() + seconds
+    while None in (verdicts := said(folder, item, world_size)) and time.monotonic() < until:
+        time.sleep(0.002)
+    return verdicts
+
+
+# What starts them.
+
+
+def torchrun(world_size: int) -> list[str]:
+    """What Python is given to start so many ranks on this machine; a script or `-m module` follows."""
+    return ["-m", "zerolab.run.torchrun", "--standalone", "--nproc-per-node", str(world_size)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process for one that it starts, and that ends with it: the project can be imported, one thread."""
+    found = dict(os.environ)
+    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT"):
+        found.pop(of_a_rank, None)
+    found.setdefault("OMP_NUM_THREADS", "1")
+    found[STARTER] = str(os.getpid())
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    return found | more
+
+
+@contextlib.contextmanager
+def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator[subprocess.Popen]:
+    """A process in a session of its own, which has ended when the block is left, in whatever way: see `end`.
+
+    It does not hear of a closed terminal, nor of this process's end: what we start ends by itself then
+    (zerolab/run/starter.py).
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        end(process, by=by)
+
+
+def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM) -> None:
+    """Let the process have so many seconds to end by itself, then end it and all that it has started.
+
+    First by the signal `by`. At SIGABRT Python's fault handler writes where each thread is: the place of a hang.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return
+    # torchrun gives every rank a session, so to end a group of processes is not enough.
+    left = psutil.Process(process.pid).children(recursive=True)
+    for number in (by, signal.SIGKILL):
+        for one in (*left, process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)
+        _, left = psutil.wait_procs(left, ENDING)
+
+
+class Ranks:
+    """So many ranks that run the Python `command`, whose last argument is the `folder` for their verdicts.
+
+    All of them have `seconds`. What they print is shown, unless `quiet`; then it is in `text` when they have ended, and
+    so is what came on stderr in any case. `file` is the path of the code in which the line of a crash is looked for.
+    `variables` are set in the ranks' environment.
+    """
+
+    def __init__(self, command: list[str], world_size: int, seconds: float, quiet=False, file: str = "", **variables):
+        self.command, self.world_size, self.seconds, self.quiet = command, world_size, seconds, quiet
+        self.file, self.variables = file, variables
+        self.late, self.text, self._stack = False, "", contextlib.ExitStack()
+
+    def __enter__(self) -> "Ranks":
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        output = self._stack.enter_context(open(self.folder / "output", "w"))
+        command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
+        streams = {"stdout": output if self.quiet else None, "stderr": output}
+        self.variables[ENDED] = str(self.folder / "ended")
+        self.until = time.monotonic() + self.seconds
+        self.process = self._stack.enter_context(started(command, env=environment(**self.variables), **streams))
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        with self._stack:
+            self._end(0 if kind or self.late else PATIENCE)
+
+    def _end(self, seconds: float) -> None:
+        end(self.process, seconds)
+        self.text = (self.folder / "output").read_text(errors="replace")
+
+    def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict]]]:
+        """(item, every rank's verdict), one item after the other, as soon as all ranks have said theirs.
+
+        In the place of a verdict that will never come stands {"status": "died", "error": how that rank ended}. Of what
+        no rank has begun there is none: if all ranks end before they say a word, `text` may tell why.
+        """
+        for item in items:
+            while None in (verdicts := said(self.folder, item, self.world_size)):
+                self.late = self.late or time.monotonic() > self.until
+                if self.late or self.process.poll() is not None:
+                    self._end(0)
+                    verdicts = self._last_verdicts(item)
+                    break
+                time.sleep(0.05)
+            if not any(verdicts):
+                return
+            yield item, verdicts
+
+    def _last_verdicts(self, item) -> list[dict | None]:
+        """When all have ended: what each has said by now, or how it has ended."""
+        verdicts, deaths = said(self.folder, item, self.world_size), list(map(self.death, range(self.world_size)))
+        if not any(deaths) and not any(verdicts):
+            return verdicts
+        lost = ({"status": "died", "error": how or "ended"} for how in deaths)
+        return [verdict or instead for verdict, instead in zip(verdicts, lost)]
+
+    def last_words(self) -> str:
+        """When all have ended: the ranks' lines of errors ("[rank 1] error: ..."), or the end of what there is."""
+        said = re.findall(r"^\[rank \d+\] error: .*$", self.text, re.MULTILINE)
+        return "\n".join(said) if said else self.text[-3000:]
+
+    def death(self, rank: int) -> str | None:
+        """How a rank has ended, in words, when all have ended. None of one that never began."""
+        if not (self.folder / f"crash.{rank}").exists():
+            return None
+        now = self.folder / f"now.{rank}"
+        last = f"; the last collective it was in: {now.read_text().strip()}" if now.exists() else ""
+        return self._death(rank) + last
+
+    def _death(self, rank: int) -> str:
+        ended = self.folder / "ended"
+        status = json.loads(ended.read_text()).get(str(rank), 0) if ended.exists() else 0
+        if crash := (self.folder / f"crash.{rank}").read_text():
+            what = crash.split("\n")[0].removeprefix("Fatal Python error: ")
+            line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', crash)
+            at = f" in line {line[1]}" if line else ""
+            if what.startswith("Timeout"):  # of `faulthandler.dump_traceback_later`
+                return f"hangs{at}"
+            freed = " (is it a tensor whose memory was freed?)" if "Segmentation" in what else ""
+            return f"died: {what}{at}{freed}"
+        if self.late:
+            return f"had not come to its end after {self.seconds:g} s, and was ended"
+        if status < 0 and status != -signal.SIGTERM:
+            return f"was {killed_by(-status)}"
+        if status > 0:
+            return f"ended with exit status {status}"
+        return "ended without a word: os._exit(), or it was stopped when another rank had ended"

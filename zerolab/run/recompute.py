@@ -1,0 +1,31 @@
+"""Activation checkpointing: of each block of a GPT only its input is kept, and backward runs the block again."""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from zerolab.run.model import GPT
+
+
+def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
+    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward.
+
+    `options` go to torch's `checkpoint`; a `context_fn` keeps more than the input.
+    """
+
+    def again(block, plain, x):
+        # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
+        lent = dict(block.named_parameters()) if casts else {}
+
+        def run(x):
+            block.forward, patched = plain, block.forward
+            try:
+                return torch.func.functional_call(block, lent, x)
+            finally:
+                block.forward = patched
+
+        return checkpoint(run if casts else plain, x, use_reentrant=False, **options)
+
+    for block in model.blocks:
+        block.forward = partial(again, block, block.forward)

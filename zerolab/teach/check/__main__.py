@@ -1,0 +1,3 @@
+from zerolab.teach.check.report import main
+
+main()

@@ -1,0 +1,297 @@
+"""`./launch.sh docs`: puts what was measured, and what the code says of itself, into README.md and docs/.
+
+A page is written by hand except between two marks, which a reader on GitHub does not see:
+
+    <!-- generated: referee -->
+    ...
+    <!-- end -->
+
+What stands there is written by the function of that name in `BLOCKS`, from results/*.json or from the code.
+`./launch.sh docs --check` writes nothing and names what is stale. Without it the figures are drawn, too, from results/
+to results/figures/; `./launch.sh docs --figure losses --from FILE --out FOLDER` draws one of them from your file.
+"""
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from zerolab.measure import step_report, tables
+from zerolab.measure.gpus import fits_on
+from zerolab.measure.ratios import ratios
+from zerolab.measure.report import TITLES as OF_A_MACHINE
+from zerolab.properties.conform import OUTCOMES
+from zerolab.properties.property import library
+from zerolab.run import options as common
+from zerolab.run.command_line import Parser, one_line
+from zerolab.run.ranks import ROOT
+from zerolab.teach import articles, changes, written
+from zerolab.teach.articles.__main__ import counts, markdown
+from zerolab.teach.museum.exhibits import EXHIBITS
+
+FIGURES = ROOT / "results" / "figures"
+BLOCK = re.compile(
+    r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
+)
+
+MEMORY = "memory-7b-8ranks.json"
+SHOWN = written.beside(__file__)
+
+
+def result(name: str):
+    """What results/`name` holds."""
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def table(titles: str, rows: list[list[str]]) -> str:
+    """`titles` with " | " between them, and rows of cells."""
+    return tables.markdown([titles.split(" | "), *rows])
+
+
+# The referee.
+
+
+def conditions(report: dict, file: str) -> str:
+    """What a report was measured on, in one sentence."""
+    return (
+        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {SHOWN['dtypes'][report['dtype']]}, AdamW, "
+        f"{report['world_size']} ranks over {report['backend']},\n{report['hardware']}, "
+        f"torch {report['torch']} (`results/{file}`)."
+    )
+
+
+def referee(which: str, *names: str) -> str:
+    """Rows of the table that the referee prints: of these engines, or of all."""
+    shown, titles = SHOWN["referee"][which], SHOWN["titles"]
+    report, lines = result(shown["file"]), []
+    runs = report["runs"]
+    for name in names or runs:
+        run = runs[name]
+        held = sum(run["held_bytes"].values()) / 1e6
+        printed = step_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
+        lines.append({**printed, "held MB": f"{held:.2f}"})
+    made = []
+    for columns in shown["tables"]:
+        rows = [[line[column] for column in ("engine", *columns)] for line in lines]
+        made.append(tables.markdown([["engine", *(titles.get(column, column) for column in columns)], *rows]))
+    return "\n\n".join([*made, conditions(report, shown["file"])])
+
+
+def launches() -> str:
+    """The ratios of step times over several launches."""
+    rows = []
+    for name, values in ratios([result(file) for file in SHOWN["launches"]]).items():
+        rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
+    return table(f"step time, {len(SHOWN['launches'])} launches | median | lowest | highest", rows)
+
+
+# Memory, in GB of 10^9 bytes.
+
+
+def memory_peaks() -> str:
+    """What each engine holds and its peak in a dry run, and the smallest GPU that has room for it."""
+    rows = []
+    for name, row in result(MEMORY)["engines"].items():
+        label = f"`{name}` (stand-in)" if row.get("stand_in") else f"`{name}`"
+        held, peak = sum(row["held_bytes"].values()), row["peak_bytes"]
+        sizes = [f"{held / 1e9:,.2f}", SHOWN["article"].get(name, ""), f"{peak / 1e9:,.2f}"]
+        rows.append([label, *sizes, f"{fits_on(peak)[0]} GB"])
+    return table("engine | held, GB | article, GB | peak, GB | smallest GPU", rows)
+
+
+def memory_state() -> str:
+    report, rows = result(MEMORY), []
+    each = 4 * report["parameters"] * (report["ranks"] - 1) / report["ranks"]
+    for name, row in report["engines"].items():
+        formula = row["state_peak_formula"]
+        if formula:
+            formula = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}"
+        peak = f"{row['state_peak_bytes'] / 1e9:,.2f}"
+        rows.append([f"`{name}`", peak, formula or "", f"{row['sent_bytes'] / each:.2f}"])
+    return table("engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N", rows)
+
+
+# Sweeps.
+
+
+def sweep(*words: str) -> str:
+    """One sweep: a row per choice. `words`: those of its name, without commas."""
+    sweep = " ".join(words)
+    names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
+    rows = []
+    for choice, row in names[sweep].items():
+        times = [f"{row[time]:.0f}" for time in ("step_ms", "step_ms_lowest", "step_ms_highest")]
+        peaks = [f"{row[peak] / 1e6:,.1f}" for peak in ("peak_bytes", "short_peak_bytes")]
+        rows.append([choice, f"{row['collectives']}", *times, f"{row['ratio']:.2f}", *peaks])
+    return table(f"{sweep} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
+
+
+# The machines that a report was sent from.
+
+
+def machines() -> str:
+    """A row per results/*/report.md: the one that stands at its top."""
+    rows = [OF_A_MACHINE]
+    for file in sorted((ROOT / "results").glob("*/report.md")):
+        name, *rest = file.read_text().splitlines()[4].strip("| ").split(" | ")
+        rows.append([f"[{name}]({file.relative_to(ROOT)})", *rest])
+    return tables.markdown(rows)
+
+
+# The code about itself.
+
+
+def claims() -> str:
+    """How many claims hold, in a few words."""
+    return counts(result("articles.json"))
+
+
+def article(name: str) -> str:
+    """What an article says, by its name in zerolab/teach/articles/claim.py."""
+    return markdown([row for row in result("articles.json") if row["article"] == articles.ARTICLES[name]])
+
+
+def changes_between(first: str, second: str) -> str:
+    """What `./launch.sh changes first second` prints, as GitHub colours it."""
+    return f"```diff\n{changes.report(first, second)}\n```"
+
+
+def outline(name: str) -> str:
+    """The methods of a chapter's class that say what they do, in the order of its file."""
+    chapter, rows = changes.CHAPTERS[name], []
+    for method, function in changes.methods_of(chapter).items():
+        if said := changes.words(function):
+            rows.append([f"`{method}`", said])
+    return table(f"class `{chapter.__name__}` | what it does", rows)
+
+
+def exhibits() -> str:
+    return f"{len(EXHIBITS)}"
+
+
+CONFORMANCE = "conform-cpu.json"
+
+
+def conformance() -> str:
+    """How many properties end how, for every engine that was asked."""
+    report, rows = result(CONFORMANCE), []
+    for name, found in report["engines"].items():
+        count = Counter(one["outcome"] for one in found.values())
+        rows.append([f"`{name}`", *(str(count[outcome]) for outcome in OUTCOMES)])
+    said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+
+
+def conformance_differs() -> str:
+    """The properties in which some engine is wrong, crashes or hangs: who does so."""
+    engines, rows = result(CONFORMANCE)["engines"], []
+    for name in library():
+        ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
+        bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
+        right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
+        if bad:
+            rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
+    return table("property | who is not right | who is", rows)
+
+
+def exhibits_of(which: str) -> str:
+    """The museum's numbers for a chapter, or for "engines"."""
+    numbers = [n for n, each in EXHIBITS.items() if which == ("engines" if each.of_engine else each.stage)]
+    return ", ".join(map(str, numbers))
+
+
+Blocks = dict[str, Callable[..., str]]
+
+
+def by_name(*blocks: Callable[..., str]) -> Blocks:
+    """{the name between the marks: the function}"""
+    return {block.__name__.replace("_", "-"): block for block in blocks}
+
+
+BLOCKS = by_name(
+    referee,
+    launches,
+    sweep,
+    machines,
+    memory_peaks,
+    memory_state,
+    article,
+    claims,
+    changes_between,
+    outline,
+    exhibits,
+    exhibits_of,
+    conformance,
+    conformance_differs,
+)
+
+
+def pages() -> list[Path]:
+    """README.md and the pages in docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def generate(text: str, where: str = "a page", blocks: Blocks = BLOCKS) -> str:
+    """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
+
+    def write(block: re.Match) -> str:
+        name = block["name"]
+        if name not in blocks:
+            raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(blocks)}")
+        made = blocks[name](*(block["arguments"] or "").split())
+        # GitHub wants empty lines around a table; what is one line stays in its sentence.
+        return block["begin"] + (f"\n\n{made.strip()}\n\n" if "\n" in made else made) + block["end"]
+
+    if text.count("<!-- generated: ") != len(BLOCK.findall(text)):
+        raise ValueError(f"{where}: a generated block has no <!-- end -->")
+    return BLOCK.sub(write, text)
+
+
+def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False) -> int:
+    """Write what is stale in these pages, or with `check` only say it. Returns how many pages are stale then."""
+    stale = 0
+    for path in pages:
+        name, old = path.relative_to(ROOT), path.read_text()
+        new = generate(old, str(name), blocks)
+        if new == old:
+            continue
+        stale += 1
+        if check:
+            print(f"stale: {name}; {command} writes it anew")
+        else:
+            path.write_text(new)
+            print(f"written: {path}")
+    if not stale:
+        print(f"pages that are up to date: {len(pages)}")
+    return stale if check else 0
+
+
+@one_line(ValueError, OSError, KeyError)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
+    parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
+    instead = parser.add_mutually_exclusive_group()
+    common.add(instead, "check", "figure")
+    common.add(parser, "from", "out", out=FIGURES)
+    options = parser.parse_args(argv)
+    parser.beside("--check")
+    parser.needs("--from", "--figure")
+    for file in options.source or ():
+        os.stat(file)  # an error that names it, if there is none
+    if options.figure is None:
+        stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
+        if options.check:
+            return int(stale > 0)
+    from zerolab.measure import figures  # matplotlib is needed here alone
+
+    for name in figures.FIGURES if options.figure is None else [options.figure]:
+        print(f"written: {figures.draw(name, options.out, options.source)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+import sys
+
+from zerolab.teach.museum.visit import main
+
+sys.exit(main())

@@ -1,0 +1,86 @@
+"""The notebooks' own pictures, in the colours and on the paper of the README's."""
+
+from zerolab.measure.style import COLOURS, INK, PAPER, look, new
+
+
+def curves(x, lines: dict[str, tuple], **said):
+    """The axes of a new picture with these lines: {name: (numbers, how they are drawn, colour)}."""
+    _, axes = new(1, height=3.6)
+    for place, (name, (numbers, style, colour)) in enumerate(lines.items()):
+        axes.plot(x, numbers, style, color=colour, linewidth=max(4 - place, 1.5), label=name)  # what lies below is seen
+    axes.grid()
+    axes.legend(loc="upper left")
+    axes.set(**said)
+    return axes
+
+
+def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
+    """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
+    lines = {
+        "all-reduce, everyone to everyone": ([ranks - 1 for ranks in numbers], "o:", INK),
+        "all-reduce, ring": (all_reduce, "s-", INK),
+        "reduce-scatter or all-gather, ring": (halves, "^-", COLOURS["reduce"]),
+    }
+    title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
+    axes = curves(numbers, lines, xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
+    axes.loglog(base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    return axes.figure
+
+
+def layout(bucket, ranks: int):
+    """A bucket (zero1.Bucket): its parameters laid end to end, the padding, and where it is cut."""
+    figure, axes = new(1, height=1.9)
+    axes.broken_barh([(0, bucket.numel)], (0, 1), facecolor="none", edgecolor=INK, hatch="///", linewidth=0.5)
+    for name, start, parameter in zip(bucket.names, bucket.offsets, bucket.params):
+        axes.broken_barh([(start, parameter.numel())], (0, 1), **look("parameters"))
+        axes.text(start + 0.3, 0.5, name, va="center", fontsize=8, color=PAPER)
+    for rank in range(ranks):
+        axes.axvline((rank + 1) * bucket.shard_numel, color=INK, linewidth=2.5)
+        axes.text((rank + 0.5) * bucket.shard_numel, 1.05, f"shard of rank {rank}", ha="center", fontsize=9)
+    xlabel = "element of the flat buffer (float32, 4 bytes each); hatched: padding"
+    axes.set(ylim=(0, 1.3), yticks=[], xlim=(0, bucket.numel), xticks=range(0, bucket.numel + 1, 4), xlabel=xlabel)
+    return figure
+
+
+def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held: float, title: str):
+    """ZeRO-2's peak without activations, in bytes per parameter, for every size of bucket (MiB)."""
+    lines = {
+        "peak": (peaks, "^", INK),
+        "held between backward and update: 4Ψ + 12Ψ/N bytes": ([held] * len(sizes), ":", INK),
+    }
+    ylabel = "peak without activations,\nbytes per parameter"
+    ylim = (0, 1.4 * max(peaks))
+    axes = curves(range(len(sizes)), lines, xlabel="bucket size, MiB", ylabel=ylabel, ylim=ylim, title=title)
+    for place, (peak, count) in enumerate(zip(peaks, counts)):
+        axes.text(place, peak + 0.04 * max(peaks), f"{count} collectives", ha="center", fontsize=8)
+    axes.set_xticks(range(len(sizes)), ["one per\nparameter", *(f"{size:.2g}" for size in sizes[1:-1]), "one\nfor all"])
+    axes.margins(x=0.08)
+    return axes.figure
+
+
+def freed(alive: dict[str, list[float]]):
+    """MiB alive after each layer's forward, for each way to free: {way: a number per layer}."""
+    colours = INK, COLOURS["waiting"], COLOURS["parameters"]
+    lines = {}
+    for (way, live), style, colour in zip(alive.items(), ("o-", "s--", "D-"), colours):
+        lines[way] = live, style, colour
+    useless = [way for way, live in alive.items() if way != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
+    title = f"{' and '.join(useless).capitalize()} frees nothing" if useless else "Ways to free a gathered weight"
+    layers = range(len(alive["keep"]))
+    xlabel = "layers whose forward is over, and whose weight was freed"
+    ylabel = "live MiB (2²⁰ bytes)\nbeyond the shards"
+    return curves(layers, lines, xticks=layers, xlabel=xlabel, ylabel=ylabel, title=title).figure
+
+
+def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
+    """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
+    lines = {"the block computes": (compute_ms, "-", COLOURS["backward"])}
+    for (label, milliseconds), style in zip(gathers.items(), ("-", "--", "-.", ":")):
+        lines[label] = [milliseconds] * len(tokens), style, COLOURS["gather"]
+    axes = curves(tokens, lines, xlabel="tokens per rank and step", ylabel="ms, by the formula", title=title)
+    axes.loglog()
+    axes.set_xticks(tokens, tokens, fontsize=8)
+    axes.minorticks_off()
+    return axes.figure

@@ -1,0 +1,89 @@
+"""Questions that a notebook asks before it answers: answers are kept, and stand beside what was found.
+
+    quiz.keep("bytes per parameter", built=..., after_step=...)      # the reader writes numbers in place of `...`
+    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run, which has measured it
+    quiz.score()
+
+In notebook 6 the question is a vote on each of twelve claims of the articles.
+"""
+
+from zerolab.teach import written
+from zerolab.teach.articles.claim import shown
+from zerolab.teach.notebook import ROOT, read, say, table
+
+NEAR = 0.05  # a measured number is right within this fraction, a count to the last one
+_kept: dict[str, dict] = {}  # question -> {part: what the reader has written}
+_right: dict[str, list[bool]] = {}  # question -> of each part that was answered, whether it was right
+
+
+def keep(question: str, **answers) -> None:
+    """Keep what the reader says to each part of a question: a number, or a word; `...` is no answer yet."""
+    _kept[question] = {part: answer for part, answer in answers.items() if answer is not ...}
+    missing = len(answers) - len(_kept[question])
+    if missing:
+        print(f"{missing} of {len(answers)} without an answer yet: write it in place of `...`, then run this cell")
+    else:
+        print("kept")
+
+
+def agrees(answer, found) -> bool:
+    """Whether an answer is what was found: a measured number nearly, anything else to the letter."""
+    if isinstance(found, float) and isinstance(answer, int | float):
+        return abs(answer - found) <= NEAR * abs(found)
+    return str(answer).strip().casefold() == str(found).casefold()
+
+
+def compare(question: str, **found) -> None:
+    """Print what was found beside what was kept, part by part. What has no answer yet is not told."""
+    kept, rows = _kept.get(question, {}), []
+    _right[question] = []
+    for part, value in found.items():
+        row = [part.replace("_", " "), "-", "?", "answer first"]
+        if part in kept:
+            _right[question].append(agrees(kept[part], value))
+            row[1:] = kept[part], shown(value), "right" if _right[question][-1] else "no"
+        rows.append(row)
+    table([question, "you", "found", ""], rows)
+
+
+def answered(question: str) -> bool:
+    """Whether a part of this question has an answer; before that, nothing that gives it away is shown."""
+    return bool(_kept.get(question))
+
+
+def score() -> None:
+    """Print how many of the answers so far were right."""
+    answered = sum(map(len, _right.values()))
+    right = sum(map(sum, _right.values()))
+    print(f"{right} of {answered} predictions right, in {len(_right)} questions")
+
+
+# The claims of notebook 6.
+
+ASKED = written.beside(__file__)["claims"]
+
+
+def ask() -> None:
+    """Print the claims with their numbers."""
+    for number, claim in enumerate(ASKED, 1):
+        say(f"{number:2}. {claim}")
+
+
+def vote_for(verdict: str) -> str:
+    """The vote that is right for a verdict: "holds", "when" or "not"."""
+    return {"holds": "holds", "does not hold": "not"}.get(verdict, "when")
+
+
+def reveal(question: str, claims: list[dict]) -> None:
+    """Compare the votes that were kept as claim_1, claim_2, ... with the verdicts, and print what decides each.
+
+    `claims` are rows that were run just now; what is not among them comes from results/articles.json. A claim without a
+    vote is not told.
+    """
+    rows = {row["claim"]: row for row in [*read(ROOT / "results" / "articles.json"), *claims]}
+    asked = {f"claim_{number}": rows[claim] for number, claim in enumerate(ASKED, 1)}
+    compare(question, **{name: vote_for(row["verdict"]) for name, row in asked.items()})
+    for name in _kept.get(question, ()):
+        row = asked[name]
+        where = "run just now" if row in claims else "recorded"
+        say(f"{name.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}\n    found ({where}): {row['found']}")
