@@ -206,7 +206,7 @@ class Bucket:
         start = dist.get_rank(group) * self.shard_numel
         self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
         self.flat = self.flatten()
-        self.shard = self.make_shard()
+        self.shard = self.make_shard().requires_grad_(self.params[0].requires_grad)
         self.gradient = None  # ZeRO-1: see `make_gradient`
         self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not brought yet
 
@@ -226,7 +226,7 @@ class Bucket:
             # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Autograd does
             # not notice these writes, because `param.data = ...` keeps the parameter's own version counter.
             param.data = self.place(flat, index)
-        dist.broadcast(flat, group_src=0, group=self.group)  # all ranks start with rank 0's weights
+        broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
 
     def lay_out(self, tensors, dtype):
@@ -237,8 +237,8 @@ class Bucket:
         return flat
 
     def make_shard(self):
-        """What the optimizer updates: this rank's part of `flat`. A leaf, as optimizers require."""
-        return self.flat[self.own].detach().requires_grad_()
+        """What the optimizer updates: this rank's part of `flat`. A leaf of autograd's graph, as optimizers require."""
+        return self.flat[self.own].detach()
 
     def place(self, flat, index):
         """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
@@ -427,7 +427,7 @@ def main(stage):
 # `bucket.gradient /= ...`        gradients are N times too large, which AdamW hides and SGD does not
 # `bucket.gradient.zero_()`       the gradients of all steps add up
 # `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
-# `dist.broadcast` in `flatten`   each rank trains its own model, with the mean of gradients of different models
+# `broadcast_whole` in `flatten`  each rank trains its own model, with the mean of gradients of different models
 #
 # What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

@@ -329,7 +329,7 @@ class Unit(Bucket):
 
     def make_shard(self):
         """Memory of its own, which survives when `flat` is freed."""
-        return self.flat[self.own].clone().requires_grad_()
+        return self.flat[self.own].clone()
 
     def start_gather(self):
         """Step 5, first half. A gather is started before the computation that hides it, and waited for after."""
