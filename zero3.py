@@ -134,7 +134,8 @@ class ZeRO3:
     def watch_gradients(self):
         """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
         for param in self.unit_of:
-            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
         # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
