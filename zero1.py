@@ -295,7 +295,7 @@ def broadcast_untrained(model, group):
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
             dist.broadcast(as_bytes, group_src=0, group=group)
             if whole is not tensor:
-                tensor.copy_(whole)
+                tensor.data = torch.empty_like(tensor).copy_(whole)  # and not copy_: an expanded tensor forbids it
 
 
 def group_by_size(model, bucket_mb):
