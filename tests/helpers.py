@@ -414,13 +414,14 @@ KINDS = {
 class Recorder(TorchDispatchMode):
     """Record every operation that torch dispatches on this rank while the `with` block runs, in backward, too.
 
-    alive        tensors that are alive before the block begins
+    alive        tensors that exist before the block begins
     probe        a function that is called after each operation; `probed` is the list of its values
 
     collectives  [(kind, elements of the whole buffer)], in the order in which they were issued
     operations   [(name, storages that it used)]; the name of a collective is its kind
-    peak         bytes of all storages alive, at the worst moment. A storage that was freed by resizing counts 0.
-                 What a backend copies inside is not seen: gloo's reduce-scatter copies its input.
+    peak         the most bytes that were alive after an operation: of `alive`, and of what operations in the block
+                 made. A storage that was freed by resizing counts 0. Copies inside of a backend are not counted;
+                 gloo's reduce-scatter makes one of its input.
     """
 
     def __init__(self, *alive, probe=None):
@@ -431,15 +432,12 @@ class Recorder(TorchDispatchMode):
         self.operations = []
         self.peak = 0
         self.storages = {}  # address -> weak reference, which also keeps the address from being used again
-        self.see(alive)
+        self.add(storages_of(alive))
 
-    def see(self, values):
-        tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-        used = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
-        for storage in used:
+    def add(self, storages):
+        for storage in storages:
             if storage._cdata not in self.storages:
                 self.storages[storage._cdata] = StorageWeakRef(storage)
-        return tensors, [storage._cdata for storage in used]
 
     def live_bytes(self):
         total = 0
@@ -453,16 +451,24 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        tensors, used = self.see((args, kwargs, result))
+        read, written = storages_of((args, kwargs)), storages_of(result)
+        addresses = [storage._cdata for storage in read]
+        self.add(storage for storage in written if storage._cdata not in addresses)  # not views of what was there
         name = func._schema.name.split("::")[1]
         if func.namespace == "c10d":
             name = KINDS.get(name, name)
-            self.collectives.append((name, max((each.numel() for each in tensors), default=0)))
-        self.operations.append((name, used))
+            sizes = [each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            self.collectives.append((name, max(sizes, default=0)))
+        self.operations.append((name, addresses))
         self.peak = max(self.peak, self.live_bytes())
         if self.probe is not None:
             self.probed.append(self.probe())
         return result
+
+
+def storages_of(values):
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [each.untyped_storage() for each in tensors if each.layout is torch.strided]
 
 
 def storage_bytes(tensors):
