@@ -47,6 +47,7 @@ class ZeRO2:
                   - `param.grad` is None after backward. `param.grad = None` changes nothing, and torch's
                     `clip_grad_norm_` and loops over `param.grad` find nothing. After `reduce_gradients()` the gradients
                     are in `optimizer.param_groups[0]["params"]`, this rank's shards.
+                  - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
                   - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added.
                   - A GradScaler: each rank would look for infs in its own shards only.
     """

@@ -213,6 +213,45 @@ class Recomputed(Blocks):
         return checkpoint(block, x, use_reentrant=False)
 
 
+class PartlyRecomputed(Blocks):
+    """Each block runs a part of itself again in backward, and returns a tuple with a dictionary, as T5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(3))
+
+    def call(self, block, x):
+        x, (half, others) = block(x)
+        return x + half - others["input"]
+
+
+class TupleBlock(Block):
+    def forward(self, x):
+        half = checkpoint(lambda x: torch.tanh(self.up(x)), x, use_reentrant=False)
+        y = nn.functional.linear(half, self.down)
+        return y * self.scale, (y / 2, {"input": x})
+
+
+class AuxiliaryLoss(Blocks):
+    """Blocks keep a loss, which uses their weights and leaves them by no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(3))
+
+
+class KeepingBlock(Block):
+    def forward(self, x):
+        self.loss = self.up(x).square().mean()
+        return super().forward(x)
+
+
+def mse_and_auxiliary(model, inputs, targets):
+    loss = mse(model, inputs, targets)
+    blocks = (model if isinstance(model, nn.Module) else model.model).blocks
+    return loss + sum(block.loss for block in blocks)
+
+
 class Twice(Blocks):
     """One block runs twice in a forward."""
 
@@ -387,6 +426,7 @@ def same(found, expected, tolerance=0.0, what="value"):
         assert found == expected, f"{what}: {found!r}, expected {expected!r}"
     else:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+        found, expected = (each if each.is_complex() else each.double() for each in (found, expected))  # bool, float8
         apart = (found - expected).abs().max().item() if found.numel() else 0.0
         assert apart <= tolerance, f"{what}: differs by {apart:.3g}, at most {tolerance:.3g} is allowed"
 
