@@ -52,7 +52,8 @@ class ZeRO1:
                   all ranks, because the mean over ranks is the mean over samples only then.
     Raises        in `check`, before anything is sent. In `step()`, for a `param.grad` that is no longer the one made
                   here (`model.zero_grad()`, `param.grad = None`, `backward(create_graph=True)`), and after
-                  `optimizer.zero_grad()`. In `optimizer.step()` or a GradScaler's, where `engine.step()` was needed.
+                  `optimizer.zero_grad()`. In `optimizer.step()`, called by you or by a GradScaler, before the gradients
+                  are reduced.
     Not detected  - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build, or written to by
                     the forward itself (`Embedding(max_norm=...)`, on each rank for its own batch).
                   - A model that differs between ranks, or a rank that does not call `step()`: the others wait.
@@ -292,20 +293,22 @@ def check(model, optimizer, group=None):
         raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
     foreign = set(param_group["params"]) - set(named.values())
     if foreign:
-        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's: build it anew")
+        raise ValueError(
+            f"the optimizer has {len(foreign)} tensors that are not parameters of the model: use model.parameters()"
+        )
     if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
 
 def broadcast_untrained(model, group):
-    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
+    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
             whole = tensor.contiguous()  # a collective needs memory without gaps
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
             dist.broadcast(as_bytes, group_src=0, group=group)
             if whole is not tensor:
-                tensor.data = torch.empty_like(tensor).copy_(whole)  # and not copy_: an expanded tensor forbids it
+                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
 
 
 def group_by_size(model, bucket_mb):

@@ -76,7 +76,7 @@ MODELS = [Blocks, Tied, Frozen, Recomputed, PartlyRecomputed, Twice, Tiny, Dtype
 @pytest.mark.parametrize("make", MODELS)
 @on_every_rank
 def test_trains_as_one_process_on_the_concatenated_batch(ranks, stage, make):
-    """Losses and weights are those of one process: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
+    """Losses and weights equal one process's: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
 
     In float64, where the order of a sum makes 1e-15 and any mistake makes more than 1e-12.
     """
@@ -721,7 +721,11 @@ REFUSED = {
     "Adafactor": (ValueError, "looks at whole tensors", lambda model: torch.optim.Adafactor(model.parameters())),
     "two groups": (ValueError, "parameter groups", two_groups),
     "left out": (ValueError, "not in the optimizer: ['head.weight'", lambda model: ADAMW([*model.parameters()][:-2])),
-    "foreign": (ValueError, "not the model's", lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))])),
+    "foreign": (
+        ValueError,
+        "not parameters of the model",
+        lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))]),
+    ),
     "stepped": (ValueError, "has made steps already", stepped),
     "all frozen": (ValueError, "nothing to train", lambda model: ADAMW(model.requires_grad_(False).parameters())),
     "meta": (ValueError, "move the model to one device", lambda model: ADAMW(model.to("meta").parameters())),
@@ -949,6 +953,25 @@ def test_zero2_refuses_a_second_gradient_of_a_bucket_that_was_not_complete(ranks
     raised_on_every_rank(RuntimeError, "came before its bucket was complete", mse(pair.engine, *own_batch(1)).backward)
     pair.engine.zero_grad()
     raised_on_every_rank(RuntimeError, "no gradient for", pair.engine.step)
+
+
+class InPlace(Blocks):
+    """Changes a tensor that backward still needs."""
+
+    def call(self, block, x):
+        y = torch.exp(block(x) / 9)
+        doubled = y * 2
+        y.add_(1)
+        return doubled
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_refuses_saved_tensors_that_were_changed_in_place(ranks, stage):
+    """As plain torch does."""
+    pair = Pair(stage, seeded(InPlace))
+    raised_on_every_rank(RuntimeError, "place", mse(pair.engine, *own_batch(0)).backward)
 
 
 @two_ranks
