@@ -212,6 +212,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
         bucket, index = self.place_of[param]
         bucket.used.add(param)
         self.ready = False
+        self.reduced = False  # if `reduce_gradients` was called already, it has to be called again
         if bucket.grads[index] is None:
             bucket.place(bucket.gradient, index).add_(bucket.take_gradient(param))
 
