@@ -60,7 +60,7 @@ class Engine:
         self.ready = False  # whether the optimizer's pieces have the gradients of all backwards so far
         self.updating = False  # whether `step()` runs
         self.own_options = dict(of_the_chapter)
-        self.saving = None  # the future of the last `checkpoint.async_save`
+        self.saving = None  # the thread of `checkpoint.async_save`
         super().__init__(model, optimizer, group=group, **of_the_chapter)
 
     @property
