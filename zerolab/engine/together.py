@@ -39,7 +39,7 @@ def portable(error):
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     for kind in type(error).__mro__:
         plain = kind.__module__ == "builtins" or kind.__module__.startswith("zerolab.")
-        if plain and kind not in (OSError, UnicodeDecodeError, Exception):
+        if plain and kind not in (OSError, UnicodeDecodeError, Exception, BaseException, object):
             try:
                 return kind(message)
             except TypeError:

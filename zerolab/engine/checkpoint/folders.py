@@ -67,7 +67,9 @@ def write(state, path, keep, group):
         if rank == 0:
             files.append(path / METADATA)
         nbytes = sum(file.stat().st_size for file in files)
-        sums = on_all_ranks(lambda: {file.name: sha256(file) for file in files}, group)
+        sums = {}
+        for of_rank in on_all_ranks(lambda: {file.name: sha256(file) for file in files}, group):
+            sums |= of_rank
         all_succeed(lambda: complete_folder(path, sums, keep) if rank == 0 else None, group)
     except Exception:
         if rank == 0:
@@ -78,9 +80,9 @@ def write(state, path, keep, group):
 
 def complete_folder(path, sums, keep):
     """Rank 0 only: all files are on disk, and the folder gets its name. Deletes checkpoints that are not kept."""
-    lines = sorted(f"{digest}  {name}\n" for of_rank in sums for name, digest in of_rank.items())
     with open(path / SUMS, "w") as stream:
-        stream.writelines(lines)
+        for name, digest in sorted(sums.items()):
+            stream.write(f"{digest}  {name}\n")
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(path)

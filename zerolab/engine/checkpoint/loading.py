@@ -107,16 +107,17 @@ def read_options(engine, source):
     if not groups:
         raise ValueError(f"{where} is missing, or does not have the layout of torch's get_optimizer_state_dict")
     groups = source.values(groups)
-    trained = {name for names in engine.group_names for name in names}
-    saved = {frozenset(trained.intersection(group.pop("params", ()))): group for group in groups}
+    trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
+    saved = {trained.intersection(group.pop("params", ())): group for group in groups}
     options = []
     for names in engine.group_names:
-        if frozenset(names) not in saved:
+        here = trained.intersection(names)
+        if here not in saved:
             raise ValueError(
-                f"{where} has other parameter groups: {some(names)} is a group here. Build the optimizer with the "
-                "same groups as when it was saved"
+                f"{where} has other parameter groups: {some(sorted(here))} is a group here. Build the optimizer with "
+                "the same groups as when it was saved"
             )
-        options.append(saved[frozenset(names)])
+        options.append(saved[here])
     kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
     if kind not in (None, type(optimizer).__name__):
         raise ValueError(f"{where} is {kind}'s, and the optimizer here is {type(optimizer).__name__}")

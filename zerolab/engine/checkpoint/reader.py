@@ -74,7 +74,7 @@ class Folder:
         self.path = Path(path)
         with self.explain_errors():
             sums = self.read_sums() if check else {}
-            self.check_file(METADATA, sums[METADATA] if sums else None)
+            self.check_file(METADATA, sums.get(METADATA, "") if sums else None)
             self.metadata = read_metadata((self.path / METADATA).read_bytes())
             entries = self.metadata.state_dict_metadata
             paths = {name: path for name, path in self.metadata.planner_data.items() if name in entries}
@@ -89,7 +89,7 @@ class Folder:
             files = {info.relative_path for info in self.metadata.storage_data.values()}
             for index, name in enumerate(sorted(files)):
                 is_mine = index % world_size == rank
-                self.check_file(name, sums[name] if sums and is_mine else None)
+                self.check_file(name, sums.get(name, "") if sums and is_mine else None)
 
     @contextlib.contextmanager
     def explain_errors(self):

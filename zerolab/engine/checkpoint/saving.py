@@ -16,6 +16,7 @@ DCP's own `async_save` does the same, but its copy has whole storages.
 import concurrent.futures
 import dataclasses
 import io
+import secrets
 import time
 import warnings
 from pathlib import Path
@@ -54,8 +55,7 @@ class Background:
     """A thread that writes, with its own process group: its collectives must not mix with those of training."""
 
     def __init__(self, group):
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.group = make_group(group)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.future = None
 
@@ -63,6 +63,21 @@ class Background:
         self.future = self.thread.submit(write, self.group)
         self.future.add_done_callback(warn_of_failure)
         return self.future
+
+
+def make_group(group):
+    """A gloo group of the same ranks. A collective of these ranks only, and not of all, as `dist.new_group` is.
+
+    torch names a group by how many groups a rank has made. Where that differs between ranks, so do the names, and the
+    ranks wait for each other forever. So rank 0 chooses the number here.
+    """
+    number = on_all_ranks(lambda: secrets.randbits(60), group)[0]
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, number
+    try:
+        return dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
+    finally:
+        world.group_count = before
 
 
 def save(engine, folder, keep=3, **extra):
