@@ -3,11 +3,11 @@
     checkpoint.save(engine, "run", step=100)     # a new folder run/000001; `step` is your own value
     extra = checkpoint.load(engine, "run")       # the newest one; {"step": 100}
 
-Every rank writes its pieces of each parameter and of the optimizer state, 12Ψ/N bytes with float32 and AdamW, into a
-file of its own. Nothing is gathered, and nothing but the list of contents is sent. (`full_state_dict` sends Ψ elements,
-holds 4Ψ bytes on every rank, and has no optimizer state.)
+Every rank writes its pieces of each parameter and of the optimizer state into its own file: 12Ψ/N bytes with float32
+and AdamW. Nothing is gathered, and nothing but the list of contents is sent. (`full_state_dict` sends Ψ elements, holds
+4Ψ bytes on every rank, and has no optimizer state.)
 
-Names, shapes and files are those of torch.distributed.checkpoint (DCP) for `get_model_state_dict` and
+The format is torch.distributed.checkpoint's (DCP), with the names and shapes of `get_model_state_dict` and
 `get_optimizer_state_dict`. So FSDP2, DDP and a plain model load these checkpoints, and theirs can be loaded here. What
 DCP does not have: checksums, a folder that is either complete or not a checkpoint, and reading without running code.
 

@@ -55,7 +55,7 @@ def write(state, path, keep, group):
     rank = dist.get_rank(group)
     # Without `per_thread_copy_ahead=0` torch makes a stream on GPU 0, even for tensors on the CPU.
     writer = Writer(path, per_thread_copy_ahead=0)
-    # What several ranks have is rank 0's. By default DCP spreads it over the ranks, and buffers differ between ranks.
+    # Replicas have the same pieces: the first replica writes them. By default DCP spreads them over all replicas.
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, flatten_sharded_tensors=False)
     try:
         try:

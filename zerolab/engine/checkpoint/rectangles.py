@@ -44,8 +44,8 @@ def cut_into_rectangles(shape, first, end):
 class Piece(torch.Tensor):
     """`elements` (numel,), those from index `first` on of a tensor of `shape`, as DCP wants to see them.
 
-    DCP asks any tensor for the three methods with underscores, as it asks a DTensor. So this is a tensor. It has the
-    whole tensor's shape and the memory of one element. The elements themselves are not copied.
+    DCP calls the three methods with underscores on any tensor that has them, such as a DTensor. So this is a tensor. It
+    has the whole tensor's shape and the memory of one element. The elements themselves are not copied.
     """
 
     @staticmethod

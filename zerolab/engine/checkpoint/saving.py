@@ -36,7 +36,7 @@ from zerolab.engine.together import all_succeed, on_all_ranks
 
 @dataclasses.dataclass
 class Saved:
-    """What a save took on this rank: bytes written, seconds, and for how many of these training could not go on."""
+    """The cost of a save on this rank: bytes written, seconds, and for how many of these training could not go on."""
 
     path: Path
     rank: int
@@ -52,7 +52,7 @@ class Saved:
 
 
 class Background:
-    """A thread that writes, with its own process group: its collectives must not mix with those of training."""
+    """A thread that writes, with its own process group, because its collectives must not mix with training's."""
 
     def __init__(self, group):
         self.group = make_group(group)
