@@ -63,8 +63,8 @@ NO_ENGINES = [
     ("no_build.py", "x = 1\n", "build(model, optimizer, device)"),
     (
         "old.py",
-        LISTING.replace("def build(model, optimizer,", "def build(model, optimizer_cls,"),
-        "old.py, line 46: build(model, optimizer_cls, device) must be",
+        LISTING.replace("(model, optimizer, d", "(model, optimizer_cls, d"),
+        "old.py, line 46: build(model, opt",
     ),
     ("zero2.py", LISTING, "is taken"),
     ("broken.py", "def build(:\n", "line 1: SyntaxError"),
