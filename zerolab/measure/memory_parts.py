@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ class PartsLedger(MemoryLedger):
             for param in model.parameters():
                 if param.requires_grad:
                     # Before autograd adds a gradient to `param.grad`, as in ZeRO-1, and after it has put it there.
-                    self._handles.append(param.register_hook(lambda gradient: self._put([gradient], IN_FLIGHT)))
+                    self._handles.append(param.register_hook(partial(self._before_accumulation, param)))
                     self._handles.append(self._watch_gradient(param))
         for key, number in self._number.copy().items():  # gloo's thread may let go of a buffer meanwhile
             nbytes = self._bytes.get(key, 0)
@@ -121,6 +122,9 @@ class PartsLedger(MemoryLedger):
         for earlier in [key for key in hooks if key != hook.id]:
             hooks[earlier] = hooks.pop(earlier)  # this one first: the engine's may take the gradient away
         return hook
+
+    def _before_accumulation(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        self._put([gradient], IN_FLIGHT)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         if param.grad is not None:
