@@ -195,9 +195,11 @@ def fsdp1_article(model: nn.Module, optimizer, device: torch.device, dtype=None,
 
 def _fsdp1(model: nn.Module, optimizer, device: torch.device, dtype, wrap, **options) -> PlainStep:
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    options = {"device_id": device, "mixed_precision": policy, **options}
-    # With `use_orig_params` the model's parameters stay the same objects, so the optimizer still has them.
-    model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, use_orig_params=True, **options)
+    options = {"device_id": device, "mixed_precision": policy, "use_orig_params": True, **options}
+    model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, **options)
+    if not options["use_orig_params"]:  # else the model's parameters stay the same objects
+        (group,) = optimizer.param_groups
+        group["params"][:] = model.parameters()
     return PlainStep(model, optimizer)
 
 
