@@ -102,8 +102,6 @@ class Referee:
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
-        # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
-        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. Drawn here, where
         # no ledger counts them.
         self.weights = None if me.device.type == "cpu" else self.model()
@@ -118,10 +116,13 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        model = self.model() if self.me.device.type == "cpu" else copied_to(self.me.device, self.weights)
+        on_cpu = self.me.device.type == "cpu"
+        model = self.model() if on_cpu else copied_to(self.me.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
-        return build(name, model, self.adamw, self.me.device, dtype=self.dtype)
+        # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
+        return build(name, model, optimizer, self.me.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
         """One training step of `engine` on (inputs, targets); returns its loss."""

@@ -255,15 +255,15 @@ def run(capsys, *arguments: str) -> tuple[int, str]:
 def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
     """Right, wrong on one rank, endless, not begun, no Python: each has its line, its points and its words."""
     monkeypatch.setattr(sys, "executable", quick_python)
-    skips = ["for bucket in self.buckets:", "for bucket in self.buckets[dist.get_rank() % 2 :]:"]
-    method = "reduce_gradients"
+    skips = ["return dist", "if dist.get_rank() % 2:\n    return None\nreturn dist"]
+    method = "start_reduce"
     submitted = {
-        "endless": (solution("zero1_2psi", reduce_gradients="while True: pass"), 0, "hangs in line"),
+        "endless": (solution("zero1_2psi", start_reduce="while True: pass"), 0, "hangs in line"),
         "of_zero1": ((ROOT / "zero1.py").read_text(), 0, "reduce-scatter of"),
         "reference": ("from zero1 import *\n" + solution("zero1_2psi"), 0, "imports zero1.py, the reference"),
         "no_python": ("def", 0, "line 1: invalid syntax"),
         "not_begun": (generate("zero1_2psi"), 0, "Step 3"),
-        "right": (solution("zero1_2psi"), 2, "passed"),
+        "right": (solution("zero1_2psi"), 3, "passed"),
         "skips": (solution("zero1_2psi", **{method: changed("zero1_2psi", method, skips)}), 0, "in: reduce_scatter"),
     }
     for name, (text, *_) in submitted.items():
@@ -280,14 +280,14 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
 
 def test_one_file_its_hints_and_its_exit_status(tmp_path, capsys, monkeypatch, quick_python):
     monkeypatch.setattr(sys, "executable", quick_python)
-    file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
+    file, (blank, _) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))
     status, said = run(capsys, "zero1_2psi", "--file", str(file), "--hint", "--hint")
-    assert status == 1 and f"to write {blank.title}" in said and "0 of 2 passed." in said
+    assert status == 1 and f"to write {blank.title}" in said and "0 of 3 passed." in said
     assert all(" ".join(hint.split()) in said for hint in blank.hints)
     file.write_text(solution("zero1_2psi"))
     status, said = run(capsys, "zero1_2psi", "2", "--file", str(file), "--hint")
-    assert status == 0 and "2 of 2 passed" in said and "is right" in said
+    assert status == 0 and "3 of 3 passed" in said and "is right" in said
     assert not any(" ".join(hint.split()) in said for hint in blank.hints)
 
 

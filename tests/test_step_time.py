@@ -3,7 +3,6 @@
 import itertools
 import time
 import types
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -27,8 +26,8 @@ KINDS = TABLES["kinds"]
 
 def built(name: str):
     """(engine, its batch) of a GPT that takes no time."""
-    adamw = partial(torch.optim.AdamW, lr=1e-3)
-    engine = referee.build(name, referee.GPT(GPTConfig(2, 16, 2, vocab=32, seq=8)), adamw, torch.device("cpu"))
+    model = referee.GPT(GPTConfig(2, 16, 2, vocab=32, seq=8))
+    engine = referee.build(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.device("cpu"))
     tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
     return engine, (tokens[:, :-1], tokens[:, 1:], referee.next_token_loss)
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import matplotlib
@@ -264,11 +264,13 @@ def test_the_update_and_the_copies_move_what_a_rank_has_and_no_more():
 
 def step_in_rows(ranks: int, row: int) -> Seen:
     """A step of ZeRO-3 in bfloat16 as the dry run measures it, in rows of `row` ranks."""
-    adamw, config = partial(torch.optim.AdamW, lr=1e-4, foreach=False), preset("toy")
+    config = preset("toy")
     with fake_ranks(ranks):
         mesh = grid(ranks, row)  # made before there are fake tensors, which have no values
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger() as ledger:
-            engine = build_alone("zero3", GPT(config), adamw, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
+            model = GPT(config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+            engine = build_alone("zero3", model, optimizer, torch.device("cpu"), dtype=torch.bfloat16, mesh=mesh)
             tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)
             engine.training_step(tokens[:, :-1], tokens[:, 1:], next_token_loss)
             with watched_step(engine, ledger) as seen:
@@ -331,7 +333,7 @@ def test_repeated_blocks_are_those_that_would_be_recorded(engine, changed, monke
     monkeypatch.setattr(recorder, "record", lambda one: (asked.append(one.config.layers), plain(one))[1])
     repeat.recording.cache_clear()
     found = repeat.recording(setup)
-    if engine == "zero1_2psi":  # how many pieces a rank has of one bucket, and so counters of 4 bytes, grows unevenly
+    if engine == "zero1_2psi":  # the number of counters of 4 bytes grows unevenly
         assert found.peak_bytes() == pytest.approx(whole.peak_bytes(), abs=100)
         plain = [[e._replace(nbytes=0) if hasattr(e, "nbytes") else e for e in one.events] for one in (found, whole)]
         assert plain[0] == plain[1]

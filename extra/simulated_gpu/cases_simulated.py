@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from zerolab.engine.state import take_in
 
 from extra.simulated_gpu import findings
 from zerolab.engine import checkpoint
-from zerolab.engine.state import take_in
 from zerolab.measure import memory
 from zerolab.properties import fixtures
 from zerolab.run import engines
@@ -25,6 +25,12 @@ from zerolab.teach.museum import exhibits
 CONFIG = GPTConfig(2, 16, 2, 32, 8)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def built(stage: type, **options):
+    """That stage, around a small GPT on this rank's GPU."""
+    model = GPT(CONFIG).cuda()
+    return stage(model, ADAMW(model.parameters()), **options)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +76,7 @@ def train(engine_cls, stage: str, options: dict, folder: str) -> list[str]:
     if stage != "zero3":
         options["bucket_mb"] = 0.01
     torch.manual_seed(0)
-    engine = engine_cls(GPT(CONFIG).cuda(), ADAMW, **options)
+    engine = built(engine_cls, **options)
     saving = None
     for step in range(4):
         for part in range(2):
@@ -116,7 +122,7 @@ def chapter_trains(stage: str) -> list[str]:
     findings.forget()
     torch.manual_seed(0)
     options = {} if stage == "zero3" else {"bucket_mb": 0.01}
-    chapter = engines.CHAPTERS[stage](GPT(CONFIG).cuda(), ADAMW, **options)
+    chapter = built(engines.CHAPTERS[stage], **options)
     for step in range(4):
         for part in range(2):
             loss_of(chapter, 2 * step + part).backward()
@@ -190,7 +196,7 @@ def found_or_raised(run) -> list[str]:
 def loads_without(module: str, old: str, new: str, stage: str, what: str) -> list[str]:
     """Shards are written over on their way up, in ZeRO-3 to a forward, in the others after a step. Nothing waits."""
     with changed(module, old, new):
-        engine = fixtures.STAGES[stage](GPT(CONFIG).cuda(), ADAMW, offload_policy=CPUOffloadPolicy())
+        engine = built(fixtures.STAGES[stage], offload_policy=CPUOffloadPolicy())
         for step in range(3):
             if step == 2:
                 state = engine.full_state_dict()
@@ -217,7 +223,8 @@ def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    engine = engines.build(name, GPT(CONFIG).to(device), ADAMW, device, dtype=dtype, **options)
+    model = GPT(CONFIG).to(device)
+    engine = engines.build(name, model, ADAMW(model.parameters()), device, dtype=dtype, **options)
     for step in range(3):
         engine.training_step(*batch(step), next_token_loss)
     torch.cuda.synchronize()

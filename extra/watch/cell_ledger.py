@@ -51,13 +51,14 @@ class CellLedger(PartsLedger):
         self.rows: list[Row] = []
         self.collective_rows: list[int | None] = []
         self._together: dict[int, list] = {}  # DDP: storage of the gradients -> the parameters whose they are
-        self._home: dict[int, tuple[Stretch, int]] = {}  # id of a parameter or a piece -> its stretch, and its index
+        self._home: dict[int, tuple[Stretch, int]] = {}  # id of a parameter -> its stretch, and its index
+        self._owner: dict[int, Stretch] = {}  # storage of a bucket's shard -> its stretch
         self._place: dict[int, tuple[Stretch, list[int]]] = {}  # number of a storage -> its stretch, weights of cells
         self._sent: set[int] = set()  # numbers of the storages that a reduction reads
         super().__init__(engine)
 
     def begin(self, engine=None) -> None:
-        self._place, self._home, self._sent, self.collective_rows = {}, {}, set(), []
+        self._place, self._home, self._owner, self._sent, self.collective_rows = {}, {}, {}, set(), []
         engine = engine or self._engine
         if engine is not None:
             self.rows = rows_of(engine, self.ranks, self._buckets_of(engine))
@@ -113,8 +114,7 @@ class CellLedger(PartsLedger):
                 for index, param in enumerate(stretch.params):
                     self._home[id(param)] = (stretch, index)
                 if stretch.bucket is not None:
-                    for (index, *_), piece in zip(stretch.bucket.cuts, stretch.bucket.pieces):
-                        self._home[id(piece)] = (stretch, index)
+                    self._owner[self.key(stretch.bucket.shard)] = stretch
 
     def _sort_held(self) -> None:
         super()._sort_held()
@@ -124,12 +124,14 @@ class CellLedger(PartsLedger):
         optimizer = optimizer_of(self._engine)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) in self._home:
-                    self._put_updated(param, optimizer.state.get(param, {}))
+                state = optimizer.state.get(param, {})
+                if self.key(param) in self._owner:  # a shard, or an engine's view of one
+                    self._put_updated(param, state, self._owner[self.key(param)])
+                elif id(param) in self._home:
+                    self._put_updated(param, state, *self._home[id(param)])
 
-    def _put_updated(self, param: torch.Tensor, state: dict) -> None:
-        """What the optimizer has of a parameter or a piece: its `state`, and the gradient."""
-        stretch, index = self._home[id(param)]
+    def _put_updated(self, param: torch.Tensor, state: dict, stretch: Stretch, index: int = 0) -> None:
+        """What the optimizer has of a parameter or a shard: its `state`, and the gradient."""
         sharded = stretch.bucket is not None or stretch.by_parameter
         weights = stretch.own(self.rank) if sharded else stretch.of(index)
         for value in state.values():
@@ -153,6 +155,12 @@ class CellLedger(PartsLedger):
         self.put_in(bucket.shard, stretch, stretch.own(self.rank))  # without an effect where it is a view of `flat`
         if bucket.gradient is not None:  # ZeRO-1's: all gradients
             self.put_in(bucket.gradient, stretch, stretch.whole())
+
+    def _before_accumulation(self, param, gradient) -> None:
+        super()._before_accumulation(param, gradient)
+        if id(param) in self._home:
+            stretch, index = self._home[id(param)]
+            self.put_in(gradient, stretch, stretch.of(index))
 
     def _on_gradient(self, param) -> None:
         super()._on_gradient(param)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zerolab.engine.units import default_units, parameters_by_unit
+from zero3 import default_units, parameters_by_unit
 from zerolab.measure.held import buckets_of
 
 
@@ -68,21 +68,20 @@ def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None
     if buckets_of(engine):
         numbered = [(f"bucket {number}", [bucket]) for number, bucket in enumerate(buckets_of(engine))]
         named = [*reversed(numbered)]  # ours begin with the last parameters
-        if hasattr(engine, "units"):
-            named = [
-                (unit.name, getattr(unit, "buckets", [unit]))
-                for unit in (engine.root, *engine.units)
-                if unit is not None
-            ]
+        if hasattr(engine, "units"):  # in the order in which they run: the root's embedding comes first
+            by_name = {"root": []}
+            for unit in buckets_of(engine):
+                by_name.setdefault(unit.name, []).append(unit)
+            named = [(name, units) for name, units in by_name.items() if units]
         return [_of_buckets(row, name, buckets, ranks) for row, (name, buckets) in enumerate(named)]
     names = {id(param): name for name, param in engine.model.named_parameters()}
     if together:
         return [_of_parameters(row, f"bucket {len(together) - 1 - row}", params, names, ranks)
                 for row, params in enumerate(together)]  # fmt: skip
     modules = default_units(engine.model)
-    held, rest = parameters_by_unit(engine.model, modules)
+    held = parameters_by_unit(engine.model, modules)
     labels = {module: name for name, module in engine.model.named_modules()}
-    groups = [("root", rest), *((labels[module], held[module]) for module in modules)]
+    groups = [("root", held.pop(engine.model)), *((labels[module], named) for module, named in held.items())]
     groups = [(name, [param for _, param in named]) for name, named in groups if named]
     homes = {}
     for module in engine.model.modules():

@@ -69,8 +69,9 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def build_variant(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
-    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
-    return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
+    options = prepared(variant, model)  # it may change the model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
+    return engines.ENGINES[variant["name"]].build(model, optimizer, me.device, **options)
 
 
 def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
@@ -134,13 +135,13 @@ def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
     """{engine: time per step of many small parameters}, which is the host's; `build` is that of the registry, or of
     `fake_ranks`.
     """
-    adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     x, y = torch.randn(2, 4, device=me.device), torch.randn(2, 4, device=me.device)
     steps = {}
     for label, variant in with_their_engines(ON_HOST).items():
         name = "single" if label == "plain" else variant["name"]
         model = many_small_parameters().to(me.device)
-        engine = build(name, model, adamw, me.device, **prepared(variant, model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        engine = build(name, model, optimizer, me.device, **prepared(variant, model))
         steps[label] = partial(engine.training_step, x, y, F.mse_loss)
     times = take_turns(steps, options.rounds, me)
     for label in steps:

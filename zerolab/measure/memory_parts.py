@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -85,6 +86,8 @@ class PartsLedger(MemoryLedger):
             self._handles.append(optimizer_of(self._engine).register_step_pre_hook(lambda *_: self._sort_held()))
             for param in model.parameters():
                 if param.requires_grad:
+                    # Before autograd adds a gradient to `param.grad`, as in ZeRO-1, and after it has put it there.
+                    self._handles.append(param.register_hook(partial(self._before_accumulation, param)))
                     self._handles.append(self._watch_gradient(param))
         for key, number in self._number.copy().items():  # gloo's thread may let go of a buffer meanwhile
             nbytes = self._bytes.get(key, 0)
@@ -119,6 +122,9 @@ class PartsLedger(MemoryLedger):
         for earlier in [key for key in hooks if key != hook.id]:
             hooks[earlier] = hooks.pop(earlier)  # this one first: the engine's may take the gradient away
         return hook
+
+    def _before_accumulation(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        self._put([gradient], IN_FLIGHT)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         if param.grad is not None:

@@ -181,8 +181,8 @@ def generate(name: str, hints: int = 1) -> str:
             raise LookupError(f"{where}: {error}; change zerolab/teach/exercises.toml") from None
     lines, after = text.split("\n"), ast.parse(text).body[0].end_lineno  # the chapter's docstring, above all blanks
     lines[after:after] = ["", *_goal(name, exercise)]
-    text = re.sub(r"^Run it: .*$", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1, flags=re.MULTILINE)
-    text = re.sub(r"^(# .*\n)+(?=\n*def main)", "", text, flags=re.MULTILINE)  # behind the class: it tells answers
+    text = re.sub(r"Run it: torchrun .*?\.py", f"Check it: ./launch.sh check {name}", "\n".join(lines), count=1)
+    text = re.sub(r"^# Without this line.*?(?=^if __name__)", "", text, flags=re.MULTILINE | re.DOTALL)  # has answers
     return f"{text}\n{SEAL}{_digest(text)}\n"
 
 

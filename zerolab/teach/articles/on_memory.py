@@ -111,7 +111,7 @@ def most_beside(parts: tuple[str, ...], **options) -> int:
     return runs.worst_moment(
         runs.small_gpt,
         of=lambda moment: moment.live - sum(moment.parts[part] for part in parts),
-        optimizer_cls=runs.ADAMW,
+        make_optimizer=runs.ADAMW,
         **options,
     )
 

@@ -83,7 +83,7 @@ def update(engine) -> None:
 
 
 @contextlib.contextmanager
-def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, optimizer_cls=SGD, **options):
+def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, make_optimizer=SGD, **options):
     """The registry's engine over `model_of()`, as one of `ranks`, of which there is no other.
 
     `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the engine's own, also those that no
@@ -96,7 +96,8 @@ def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, 
         if replicas > 1:
             shape, names = (replicas, ranks // replicas), ("replicas", "shards")
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        engine = ENGINES[name].build(model, optimizer_cls, torch.device("cpu"), **options)
+        optimizer = make_optimizer(model.parameters())
+        engine = ENGINES[name].build(model, optimizer, torch.device("cpu"), **options)
         if name == "ddp":
             engine.model.register_comm_hook(None, all_reduce_bucket)
         yield engine
@@ -113,7 +114,7 @@ def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=Fa
     "collectives", and of each kind ("all-gathers").
     """
     psi = sum(param.numel() for param in model_of().parameters())
-    options = {"optimizer_cls": ADAMW, **options}
+    options = {"make_optimizer": ADAMW, **options}
     with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
         for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
             with watched_step(engine, memory) as seen:

@@ -57,7 +57,8 @@ def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: i
     """An engine. Each rank builds a model with other weights, of which the first rank's are the right ones."""
     options = {} if cls.__name__ == "ZeRO3" else {"bucket_mb": bucket_bytes / 2**20}
     seed = 100 * case.seed + dist.get_rank()
-    return cls(fixtures.seeded(model, seed, dtype), ADAMW, group=case.group, **options)
+    made = fixtures.seeded(model, seed, dtype)
+    return cls(made, ADAMW(made.parameters()), group=case.group, **options)
 
 
 def tokens(case: Case, step: int):
@@ -144,6 +145,15 @@ def no_backward(cls, case: Case) -> None:
     engine.step()
 
 
+def replaced_gradients(cls, case: Case) -> None:
+    """Gradients that autograd made anew, because somebody has dropped the views of the buffer."""
+    engine = build(cls, case, odd_model)
+    engine.training_step(*tokens(case, 0), F.cross_entropy)
+    engine.model.zero_grad()
+    backward(engine, case, 1)
+    engine.step()
+
+
 def clipping(cls, case: Case, max_norm: float = 0.05, norm_type: float = 2.0) -> None:
     engine = build(cls, case, odd_model)
     backward(engine, case)
@@ -157,7 +167,7 @@ def clipping_what_is_no_number(cls, case: Case, norm_type: float = 2.0) -> None:
         backward(engine, case)
         engine.reduce_gradients()
         if dist.get_rank() == rank:
-            engine.buckets[0].pieces[-1].grad[-1] = value
+            engine.buckets[0].shard.grad[0] = value
         engine.clip_grad_norm_(0.05, norm_type)
 
 

@@ -25,8 +25,8 @@ from zerolab.teach.check.state import Held, State
 
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a sum may be apart
 SLACK = 1024  # bytes of scalars
-# After these functions a bucket's `gradient` may be as they like: nobody reads it any more.
-LEAVE_GRADIENTS = ("ZeRO1.reduce_gradients", "ZeRO1.training_step")
+# After these functions a bucket's gradient buffer may be as they like: of it only the shard's part is read any more.
+LEAVE_GRADIENTS = ("ZeRO1.start_reduce", "ZeRO1.finish_reduce", "ZeRO1.reduce_gradients", "ZeRO1.training_step")
 # A function whose collectives are its own choice, as long as they are small: bytes per rank.
 FREE_TO_SEND, FEW = "ZeRO2.clip_grad_norm_", 64
 
@@ -222,7 +222,7 @@ class Comparison:
     def _compare_states(self, when: str, right: State, wrong: State) -> None:
         # Numbers come before tensors, whose shapes and sizes follow from them.
         for path, expected in sorted(right.holds.items(), key=lambda held: isinstance(held[1], Held)):
-            if self.where in LEAVE_GRADIENTS and path.endswith(".gradient"):
+            if self.where in LEAVE_GRADIENTS and _is_in_gradient_buffer(path):
                 continue
             what = path if path.startswith("what ") else f"{path} {when}"
             found = wrong.holds.get(path, "nothing of that name: is a return missing, or an attribute?")
@@ -269,3 +269,8 @@ class Comparison:
             if times != 1 and abs(ratio - times) < 1e-6:
                 return f", {said}"
         return ""
+
+
+def _is_in_gradient_buffer(path: str) -> bool:
+    """Whether this is the path of ZeRO-1's gradient buffer, or of a parameter's view of it."""
+    return path.endswith(".gradient") or ".grads[" in path or (".params[" in path and path.endswith(".grad"))

@@ -8,7 +8,7 @@ from zerolab.teach.check.recorder import Work
 
 CLASSES = ("ZeRO1", "ZeRO2", "ZeRO3", "Bucket", "Unit", "Reduction")
 PLAIN = (int, float, str, slice)
-NOT_COMPARED = ("backward_number",)  # autograd's count goes on from run to run
+NOT_COMPARED = ("backward_id",)  # autograd's count goes on from run to run
 
 
 @dataclass
@@ -46,12 +46,15 @@ class State:
             self.holds[f"len({path})"] = len(thing)
             for number, each in enumerate(thing):
                 self.add(f"{path}[{number}]", each)
-        elif isinstance(thing, set):
-            self.holds[path] = sorted(map(str, thing))
+        elif isinstance(thing, dict) and path.startswith("what "):  # that is returned
+            self.add(path, list(thing.values()))
         elif type(thing).__name__ in CLASSES and id(thing) not in self._seen:
             self._seen.add(id(thing))
             for name, value in vars(thing).items():
-                if name not in NOT_COMPARED:
+                if isinstance(value, set):  # `missing`: parameters, which may have no memory to be printed
+                    names = [each for each, param in zip(thing.names, thing.params) if param in value]
+                    self.holds[f"{path}.{name}"] = names
+                elif name not in NOT_COMPARED:
                     self.add(f"{path}.{name}", value)
 
     def _add_tensor(self, path: str, tensor: torch.Tensor) -> None:

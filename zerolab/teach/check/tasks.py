@@ -57,7 +57,7 @@ def trained(task: Exercise, cls: type, recorder: Recorder, seed: int) -> tuple[d
     """(whole weights after two steps, numbers of the second step; what is gathered, of both), on this rank."""
     rank, numbers = dist.get_rank(), {}
     model = fixtures.seeded(uneven, 100 * seed + rank, torch.float64)
-    engine = subject_class(cls)(model, ADAMW, group=groups_of(dist.group.WORLD).all, **task.options)
+    engine = subject_class(cls)(model, ADAMW(model.parameters()), group=groups_of(dist.group.WORLD).all, **task.options)
     with gathered(model) as found:
         for step in range(2):
             batches = []

@@ -127,7 +127,7 @@ class Loop:
             model.temperature.register_hook(lambda gradient: gradient * self._overflow)
         for name, param in model.named_parameters():
             param.requires_grad_(training.frozen is None or training.frozen not in name)
-        return self._engine_cls(model, OPTIMIZERS[training.optimizer], **self._options)
+        return self._engine_cls(model, OPTIMIZERS[training.optimizer](model.parameters()), **self._options)
 
     def step(self, engine, number: int) -> None:
         """Train once; steps are numbered from 0."""
