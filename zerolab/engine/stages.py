@@ -110,7 +110,8 @@ class Engine:
             return
         checks.check_cleared(self.buckets)
         self.set_moved(False)
-        super().reduce_gradients()
+        with checks.without_checks():
+            super().reduce_gradients()
         if self.options.offload_policy is not None:
             offload.wait_for_copies(self.buckets[0].flat.device)
         for bucket in self.buckets:
@@ -126,7 +127,8 @@ class Engine:
     def zero_grad(self):
         """The chapter's `zero_grad()`."""
         self.set_moved(False)
-        super().zero_grad()
+        with checks.without_checks():
+            super().zero_grad()
         self.ready = False
         for bucket in self.buckets:
             bucket.used.clear()
@@ -370,6 +372,14 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
             )
 
     # Forward.
+
+    def before_forward(self, unit, module, inputs):
+        if in_backward():
+            # A checkpoint runs several units again, one after the other. Backward has not come to them yet, so it does
+            # not move on from them either.
+            super().before_backward(unit)
+        else:
+            super().before_forward(unit, module, inputs)
 
     def after_forward(self, unit, module, inputs, output):
         if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
