@@ -112,7 +112,10 @@ class EngineBucket(Bucket):
         """`param.grad`, which is None from now on. Of a DTensor the local part."""
         gradient = checks.get_grad(param)
         checks.set_grad(param, None)
-        return None if gradient is None else local_gradient(gradient)
+        if gradient is None:
+            return None
+        checks.check_plain(gradient)
+        return local_gradient(gradient)
 
 
 class EngineUnit(EngineBucket, Unit):

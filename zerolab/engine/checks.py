@@ -187,6 +187,36 @@ def check_units(model, units):
             unit_around[module] = unit
 
 
+# In backward.
+
+
+def check_plain(gradient):
+    """Raise RuntimeError for a gradient with a graph of its own, which would be reduced and grow in every step."""
+    if gradient.requires_grad:
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
+            "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
+        )
+
+
+def check_first_order():
+    """Raise RuntimeError in ZeRO-3's backward under `create_graph=True`. Its graph would hold freed weights."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: take "
+            "ZeRO1Engine or ZeRO2Engine for gradient penalties. Call engine.zero_grad() before the next step"
+        )
+
+
+def check_one_backward(engine):
+    """Raise RuntimeError if a backward begins inside another one. ZeRO-3 would take the outer one to be over."""
+    if engine.backward_id not in (None, torch._C._current_graph_task_id()):
+        raise RuntimeError(
+            "a backward began inside another one, as reentrant checkpoints do: pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint. If the last backward raised an error, call engine.zero_grad() first"
+        )
+
+
 # At `step()`.
 
 

@@ -389,6 +389,14 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Backward.
 
+    def on_output(self, unit, gradient):
+        checks.check_first_order()
+        super().on_output(unit, gradient)
+
+    def notice_backward(self):
+        checks.check_one_backward(self)
+        super().notice_backward()
+
     def expect_gradients(self):
         super().expect_gradients()
         self.at_work = None
@@ -448,7 +456,15 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     def end_backward(self):
         self.flush()
+        for unit in self.units:
+            if len(unit.missing) == len(unit.params):
+                unit.missing.clear()  # this backward did not come to it: a gradient by the model's inputs, for example
+        self.backward_id = None
         super().end_backward()
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.backward_id = None  # also after a backward that raised an error
 
     def shards_changed(self):
         self.free_all()  # what is gathered has the old values
