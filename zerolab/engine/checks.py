@@ -8,6 +8,8 @@ The last two need the parameters' help. While an engine has a parameter, the obj
 `EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/using-an-engine.md.
 """
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,12 +20,13 @@ from zerolab.engine.together import on_all_ranks
 
 get_grad = torch._C.TensorBase.grad.__get__  # `param.grad` and `param.grad = ...`, without the checks below
 set_grad = torch._C.TensorBase.grad.__set__
+without_checks = torch._C.DisableTorchFunctionSubclass  # else each look at a freed parameter calls Python once more
 
 
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    bucket = None  # the bucket that has it
+    bucket = staticmethod(lambda: None)  # a weak reference to the bucket that has it, which dies with the engine
 
     @property
     def grad(self):
@@ -38,7 +41,8 @@ class EngineParameter(nn.Parameter):
         set_grad(self, value)
 
     def _check_moved(self):
-        if self.bucket is not None and self.bucket.moved:
+        bucket = self.bucket()
+        if bucket is not None and bucket.moved:
             raise RuntimeError(
                 f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
                 "engine.step() and engine.zero_grad() in place of torch's. To read or change gradients, call "
@@ -80,7 +84,9 @@ def reads_values(function):
 
 
 def name_of(param):
-    bucket = param.bucket
+    bucket = param.bucket()
+    if bucket is None:
+        return "of an engine that was dropped"
     return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
 
 
@@ -88,9 +94,11 @@ def adopt(buckets):
     """Give the parameters their class. Not DTensors and other subclasses, nor fake tensors, which have no values."""
     for bucket in buckets:
         for param in bucket.params:
-            if type(param) is nn.Parameter:
+            if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped
                 param.__class__ = EngineParameter
-                param.bucket = bucket
+                # Weak, because an auxiliary loss that a module keeps holds the parameter through autograd's graph. A
+                # strong one would lead back to the module, in a circle that the garbage collector cannot see.
+                param.bucket = weakref.ref(bucket)
 
 
 def mark_freed(params):
@@ -153,7 +161,7 @@ def check_model(model):
         raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
     owner = {}  # storage -> the parameter in it
     for name, param in model.named_parameters():
-        if isinstance(param, EngineParameter) and param.bucket is not None:
+        if isinstance(param, FreedParameter) or (isinstance(param, EngineParameter) and param.bucket() is not None):
             raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
         if param.numel() and not param.is_meta:
             first = owner.setdefault(tensor_parallel.local(param).data_ptr(), name)
@@ -177,6 +185,36 @@ def check_units(model, units):
                     f"the units {names[unit_around[module]]!r} and {names[unit]!r} overlap: drop one of the two"
                 )
             unit_around[module] = unit
+
+
+# In backward.
+
+
+def check_plain(gradient):
+    """Raise RuntimeError for a gradient with a graph of its own, which would be reduced and grow in every step."""
+    if gradient.requires_grad:
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
+            "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
+        )
+
+
+def check_first_order():
+    """Raise RuntimeError in ZeRO-3's backward under `create_graph=True`. Its graph would hold freed weights."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: take "
+            "ZeRO1Engine or ZeRO2Engine for gradient penalties. Call engine.zero_grad() before the next step"
+        )
+
+
+def check_one_backward(engine):
+    """Raise RuntimeError if a backward begins inside another one. ZeRO-3 would take the outer one to be over."""
+    if engine.backward_id not in (None, torch._C._current_graph_task_id()):
+        raise RuntimeError(
+            "a backward began inside another one, as reentrant checkpoints do: pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint. If the last backward raised an error, call engine.zero_grad() first"
+        )
 
 
 # At `step()`.

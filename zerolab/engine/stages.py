@@ -107,7 +107,8 @@ class Engine:
             return
         checks.check_cleared(self.buckets)
         self.set_moved(False)
-        super().reduce_gradients()
+        with checks.without_checks():
+            super().reduce_gradients()
         if self.options.offload_policy is not None:
             offload.wait_for_copies(self.buckets[0].flat.device)
         for bucket in self.buckets:
@@ -123,7 +124,8 @@ class Engine:
     def zero_grad(self):
         """The chapter's `zero_grad()`."""
         self.set_moved(False)
-        super().zero_grad()
+        with checks.without_checks():
+            super().zero_grad()
         self.ready = False
         for bucket in self.buckets:
             bucket.used.clear()
@@ -369,6 +371,14 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Forward.
 
+    def before_forward(self, unit, module, inputs):
+        if in_backward():
+            # A checkpoint runs several units again, one after the other. Backward has not come to them yet, so it does
+            # not move on from them either.
+            super().before_backward(unit)
+        else:
+            super().before_forward(unit, module, inputs)
+
     def after_forward(self, unit, module, inputs, output):
         if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
             super().after_forward(unit, module, inputs, output)
@@ -376,6 +386,14 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
             self.watch_output(unit, output)
 
     # Backward.
+
+    def on_output(self, unit, gradient):
+        checks.check_first_order()
+        super().on_output(unit, gradient)
+
+    def notice_backward(self):
+        checks.check_one_backward(self)
+        super().notice_backward()
 
     def expect_gradients(self):
         super().expect_gradients()
@@ -436,7 +454,15 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     def end_backward(self):
         self.flush()
+        for unit in self.units:
+            if len(unit.missing) == len(unit.params):
+                unit.missing.clear()  # this backward did not come to it: a gradient by the model's inputs, for example
+        self.backward_id = None
         super().end_backward()
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.backward_id = None  # also after a backward that raised an error
 
     def shards_changed(self):
         self.free_all()  # what is gathered has the old values
