@@ -63,10 +63,10 @@ class ZeRO1:
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = dist.get_world_size(group)
         self.reduced = False  # True from step 3 to the next `zero_grad()`
         with record_function("step 0 partition"), torch.no_grad():
@@ -74,13 +74,23 @@ class ZeRO1:
             self.take_over_optimizer()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         buckets = [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
         for bucket in buckets:
             bucket.make_gradient()
         return buckets
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
 
     def make_bucket(self, named_params):
         return Bucket(named_params, self.group)
@@ -196,7 +206,7 @@ class Bucket:
         start = dist.get_rank(group) * self.shard_numel
         self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
         self.flat = self.flatten()
-        self.shard = self.make_shard()
+        self.shard = self.make_shard().requires_grad_(self.params[0].requires_grad)
         self.gradient = None  # ZeRO-1: see `make_gradient`
         self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not brought yet
 
@@ -216,7 +226,7 @@ class Bucket:
             # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Autograd does
             # not notice these writes, because `param.data = ...` keeps the parameter's own version counter.
             param.data = self.place(flat, index)
-        dist.broadcast(flat, group_src=0, group=self.group)  # all ranks start with rank 0's weights
+        broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
 
     def lay_out(self, tensors, dtype):
@@ -227,8 +237,8 @@ class Bucket:
         return flat
 
     def make_shard(self):
-        """What the optimizer updates: this rank's part of `flat`. A leaf, as optimizers require."""
-        return self.flat[self.own].detach().requires_grad_()
+        """What the optimizer updates: this rank's part of `flat`. A leaf of autograd's graph, as optimizers require."""
+        return self.flat[self.own].detach()
 
     def place(self, flat, index):
         """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
@@ -255,41 +265,44 @@ class Bucket:
         )
 
 
-def check(model, optimizer, group=None):
-    """Raise an error for what a stage cannot train, on every rank alike and before anything is sent."""
-    named = dict(model.named_parameters())
-    trained = {param: name for name, param in named.items() if param.requires_grad}
+def check_model(model, group):
+    """Raise an error if a stage cannot train the model here."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
+    devices = {param.device for param in model.parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
+
+
+def check_optimizer(model, optimizer, several_groups=False):
+    """Raise an error if the optimizer does not fit the model, or cannot work on flat shards."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
     if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
         raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
-    if not trained:
-        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-    devices = {param.device for param in named.values()}
-    if len(devices) > 1 or next(iter(devices)).type == "meta":
-        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
-    if len(optimizer.param_groups) != 1:
+    if len(optimizer.param_groups) > 1 and not several_groups:
         raise ValueError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
         )
-    (param_group,) = optimizer.param_groups
-    left_out = [name for param, name in trained.items() if param not in set(param_group["params"])]
+    in_optimizer = {param for param_group in optimizer.param_groups for param in param_group["params"]}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    left_out = [name for name, param in trained.items() if param not in in_optimizer]
     if left_out:
         raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
-    foreign = set(param_group["params"]) - set(named.values())
+    foreign = in_optimizer - set(model.parameters())
     if foreign:
-        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's: build it anew")
+        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's: build a new one")
     if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
 
-def broadcast_untrained(model, group):
-    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
-    for tensor in (*model.parameters(), *model.buffers()):
+def broadcast_whole(tensors, group):
+    """Send rank 0's values of the tensors that are not trained to all ranks."""
+    for tensor in tensors:
         if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
             whole = tensor.contiguous()  # a collective needs memory without gaps
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
@@ -414,7 +427,7 @@ def main(stage):
 # `bucket.gradient /= ...`        gradients are N times too large, which AdamW hides and SGD does not
 # `bucket.gradient.zero_()`       the gradients of all steps add up
 # `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
-# `dist.broadcast` in `flatten`   each rank trains its own model, with the mean of gradients of different models
+# `broadcast_whole` in `flatten`  each rank trains its own model, with the mean of gradients of different models
 #
 # What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

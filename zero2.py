@@ -27,7 +27,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zero1 import Bucket, broadcast_untrained, check, gather_parameters, group_by_size, main, take_over
+from zero1 import (
+    Bucket,
+    broadcast_whole,
+    check_model,
+    check_optimizer,
+    gather_parameters,
+    group_by_size,
+    main,
+    take_over,
+)
 
 # torch 2.13 renamed this collective. Every rank sends a whole buffer and receives its shard of the sum.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,10 +61,10 @@ class ZeRO2:
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = dist.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.turn = 0  # the index of the bucket that is sent next
@@ -66,10 +75,20 @@ class ZeRO2:
         self.watch_gradients()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         return [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
 
     def make_bucket(self, named_params):
         return Bucket(named_params, self.group)

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero1 import Bucket, broadcast_untrained, check, main, take_over
+from zero1 import Bucket, broadcast_whole, check_model, check_optimizer, main, take_over
 from zero2 import Reduction, check_complete, check_gradient, weak_hook
 
 
@@ -60,10 +60,10 @@ class ZeRO3:
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = torch.distributed.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.backward_id = None  # autograd's number of the backward that was noticed last
@@ -78,20 +78,31 @@ class ZeRO3:
         self.watch_gradients()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, modules):
         """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         names = {module: name for name, module in self.model.named_modules()}
         units = []
         for module, named_params in parameters_by_unit(self.model, modules).items():
             units += self.make_units(names[module] or "root", module, named_params)
         return units
 
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
+
     def make_units(self, name, module, named_params):
-        """One unit for a module, or one per dtype, because a buffer has one dtype."""
+        """One unit for a module's trained parameters, or one per dtype, because a buffer has one dtype."""
         by_dtype = {}
-        for pair in named_params:
-            by_dtype.setdefault(pair[1].dtype, []).append(pair)
+        for param_name, param in named_params:
+            if param.requires_grad:
+                by_dtype.setdefault(param.dtype, []).append((param_name, param))
         return [Unit(name, module, pairs, self.group) for pairs in by_dtype.values()]
 
     def plan_prefetch(self, prefetch):
@@ -123,7 +134,8 @@ class ZeRO3:
     def watch_gradients(self):
         """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
         for param in self.unit_of:
-            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
         # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
@@ -158,6 +170,10 @@ class ZeRO3:
         # Also the last unit, although backward soon gathers it again: head and loss come in between, and their
         # activations are among the largest.
         unit.free()
+        self.watch_output(unit, output)
+
+    def watch_output(self, unit, output):
+        """Have autograd call `on_output` when it has the gradient of one of the unit's outputs."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(weak_hook(self.on_output, unit))
@@ -185,7 +201,7 @@ class ZeRO3:
         return tensor
 
     def on_output(self, unit, gradient):
-        """Autograd calls this in backward when it has the gradient of an output of `unit`."""
+        """Backward has come to `unit`, perhaps."""
         self.notice_backward()
         if unit.missing:  # else the unit is done: this tensor was an input that it passed on
             self.before_backward(unit)
@@ -229,8 +245,12 @@ class ZeRO3:
         check_gradient(unit, param)
         unit.missing.remove(param)
         if not unit.missing:
-            unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
-            self.send(unit)
+            self.finish(unit)
+
+    def finish(self, unit):
+        """The unit's backward is over."""
+        unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
+        self.send(unit)
 
     def send(self, unit):
         """Step 3, first half, as in ZeRO-2: receive the previous unit, then send this one."""
@@ -310,7 +330,7 @@ class Unit(Bucket):
 
     def make_shard(self):
         """Memory of its own, which survives when `flat` is freed."""
-        return self.flat[self.own].clone().requires_grad_()
+        return self.flat[self.own].clone()
 
     def start_gather(self):
         """Step 5, first half. A gather is started before the computation that hides it, and waited for after."""
@@ -357,7 +377,7 @@ def default_units(module):
 def parameters_by_unit(model, modules):
     """{module: its [(name, parameter)]} for the modules that become units and, last, for the model as the root.
 
-    Every trained parameter is in exactly one of them. The root has what is in no unit, and what several modules share
+    Every parameter is in exactly one of them. The root has what is in no unit, and what several modules share
     that are not in the same unit (tied weights).
     """
     unit_around = {}  # module -> the unit that it is in
@@ -371,8 +391,7 @@ def parameters_by_unit(model, modules):
             home[param] = unit if home.get(param, unit) is unit else model
     held = {unit: [] for unit in (*modules, model)}
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            held[home[param]].append((name, param))
+        held[home[param]].append((name, param))
     return held
 
 
