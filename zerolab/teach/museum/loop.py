@@ -42,16 +42,16 @@ def text():
 
 
 class Loop:
-    """What one rank does of an exhibit. `build` is `exhibit.build`, or `exhibit.correct`.
+    """What one rank does of an exhibit. `build_stage` is `exhibit.build`, or `exhibit.correct`.
 
-    engine = loop.build_engine()
+    engine = loop.build()
     for number in range(exhibit.steps):
         loop.step(engine, number)
     """
 
-    def __init__(self, exhibit, build, rank, steps=None):
+    def __init__(self, exhibit, build_stage, rank, steps=None):
         self.exhibit = exhibit
-        self.build = build
+        self.build_stage = build_stage
         self.rank = rank
         draw = Batches(text(), BATCH, SHAPE.seq, seed=0)
         count = (steps or exhibit.steps) * exhibit.micro_batches
@@ -60,11 +60,11 @@ class Loop:
         self.norms = []
         self.scales = []
 
-    def build_engine(self, seed=0):
+    def build(self, seed=0):
         """The engine around a new model. Each rank has its own seed: a stage starts all ranks with rank 0's weights."""
         model = self.exhibit.make_model(seed + self.rank)
         trained = [param for param in model.parameters() if param.requires_grad]
-        return self.build(model, self.exhibit.make_optimizer(trained), torch.device("cpu"))
+        return self.build_stage(model, self.exhibit.make_optimizer(trained), torch.device("cpu"))
 
     def step(self, engine, number, after_backward=None):
         """Train once. An engine with a `scaler` is trained through it."""
@@ -96,7 +96,7 @@ class Loop:
         with shared_folder() as folder:
             engine.save(folder)
             dist.barrier()
-            engine = self.build_engine(seed=100)
+            engine = self.build(seed=100)
             engine.load(folder)
         gc.collect()  # torch.distributed.checkpoint leaves tensors in cycles
         return engine
@@ -139,7 +139,7 @@ def visit(exhibit, build, rank):
 def train(loop):
     """All steps. Returns what was counted in the last one."""
     with PartsLedger() as memory:
-        engine = loop.build_engine()
+        engine = loop.build()
         for number in range(loop.exhibit.steps - 1):
             if number == loop.exhibit.resume_at:
                 engine = loop.resume(engine)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerolab.measure import tables
 from zerolab.run import process_group, ranks
 from zerolab.run.command_line import Parser, one_line
-from zerolab.teach.museum.exhibits import EXHIBITS
+from zerolab.teach.museum.exhibits import EXHIBITS, exhibit_of
 from zerolab.teach.museum.loop import BATCH, BYTES, SHAPE, visit
 
 MOST_RANKS = 16
@@ -36,7 +36,7 @@ def catalogue():
     for exhibit in EXHIBITS.values():
         if exhibit.stage != stage:
             stage = exhibit.stage
-            engines = "What only engines do: clipping, checkpoints, loss scaling"
+            engines = "Beyond the chapters: clipping, checkpoints, loss scaling"
             lines += ["", engines if stage == "engines" else f"{stage}.py"]
         lines.append(f"{exhibit.number:>4}  {exhibit.title}")
     lines += ["", "./launch.sh bug 3 runs one. Then --clue is a question to think about, --hint says where to look,"]
@@ -44,20 +44,20 @@ def catalogue():
     return "\n".join(lines)
 
 
-def told(exhibit, asked):
+def explanation(exhibit, asked):
     """The symptom, and what was asked for: "clue", "hint" or "answer"."""
     text = exhibit.text
-    paragraphs = [f"Bug {exhibit.number}: {exhibit.title}", f"Symptom: {text['Symptom']}"]
+    paragraphs = [f"Bug {exhibit.number}: {exhibit.title}", tables.wrapped(f"Symptom: {text['Symptom']}")]
     if asked == "answer":
-        paragraphs += [text["Answer"], text["Unnoticed"], f"Where to read: {text['Read']}"]
+        for label in ("Answer", "Unnoticed", "Read"):
+            paragraphs.append(tables.wrapped(f"{label}: {text[label]}"))
+        paragraphs.append(f"Caught by: {exhibit.caught_by}")
         paragraphs += [f"The code, {exhibit.file.relative_to(ranks.ROOT)}:", exhibit.code]
-        paragraphs += [f"Caught by {exhibit.caught_by}"]
     else:
         following = "hint" if asked == "clue" else "answer"
-        paragraphs += [text[asked.capitalize()], f"Next: ./launch.sh bug {exhibit.number} --{following}"]
-    return "\n\n".join(
-        paragraph if paragraph is exhibit.code else tables.wrapped(paragraph) for paragraph in paragraphs
-    )
+        paragraphs.append(tables.wrapped(text[asked.capitalize()]))
+        paragraphs.append(f"Next: ./launch.sh bug {exhibit.number} --{following}")
+    return "\n\n".join(paragraphs)
 
 
 def differences(correct, wrong):
@@ -95,12 +95,11 @@ def report(correct, wrong):
         rows = [["rank 0, last step", "correct", "this one"]]
         for line, number in correct[0]["counted"].items():
             pair = number, wrong[0]["counted"][line]
-            if any(pair):
-                kilo = line in BYTES
-                rows.append(
-                    [f"{line}, kB" if kilo else line, *(f"{each / 1e3:,.0f}" if kilo else each for each in pair)]
-                )
-        lines += ["", *tables.text([[str(cell) for cell in row] for row in rows], rule=False)]
+            if line in BYTES:
+                rows.append([f"{line}, kB", *(f"{each / 1e3:,.0f}" for each in pair)])
+            elif any(pair):
+                rows.append([line, *(str(each) for each in pair)])
+        lines += ["", *tables.text(rows, rule=False)]
     for rank in all_ranks:
         if wrong[rank]["error"]:
             lines += ["", tables.wrapped(f"rank {rank} {wrong[rank]['error']}")]
@@ -140,31 +139,31 @@ def start(exhibit, world_size):
 
 def arguments(argv):
     parser = Parser("bug [NUMBER [N]]", description=__doc__.splitlines()[0])
-    parser.add_argument("number", nargs="?", type=int, help=f"1 to {len(EXHIBITS)}; without it: the list")
+    parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
     parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=2, help="ranks (default 2)")
     asked = {"clue": "a question to think about", "hint": "which method to look at", "answer": "what is wrong"}
     for name, help in asked.items():
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=f"print {help}")
     options = parser.parse_args(argv)
-    if options.number is not None and options.number not in EXHIBITS:
-        parser.error(f"no bug {options.number}; there are 1 to {len(EXHIBITS)}, and ./launch.sh bug lists them")
-    if options.number is None and options.asked:
-        parser.error(f"--{options.asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
+    options.exhibit = None if options.number is None else exhibit_of(options.number)
+    if options.exhibit is None and options.asked:
+        raise ValueError(f"--{options.asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
     if not 2 <= options.ranks <= MOST_RANKS:
-        parser.error(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks}")
+        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks}")
     return options
 
 
 def main(argv=None):
-    options = arguments(argv)
-    if options.number is None:
+    with one_line(ValueError):
+        options = arguments(argv)
+    exhibit = options.exhibit
+    if exhibit is None:
         print(catalogue())
-        return 0
-    exhibit = EXHIBITS[options.number]
-    if options.asked:
-        print(told(exhibit, options.asked))
-        return 0
-    if "RANK" in os.environ:
+    elif options.asked:
+        print(explanation(exhibit, options.asked))
+    elif "RANK" in os.environ:
         process_group.run(partial(on_ranks, exhibit))
-    with one_line():
-        return start(exhibit, options.ranks)
+    else:
+        with one_line():
+            return start(exhibit, options.ranks)
+    return 0

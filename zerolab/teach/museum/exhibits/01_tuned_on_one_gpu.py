@@ -20,7 +20,7 @@ from zerolab.teach.museum.loop import sgd
 
 STAGE = "zero1"
 DIFFERS = {"losses"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 make_optimizer = sgd
 
 

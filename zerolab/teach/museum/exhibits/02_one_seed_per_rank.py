@@ -19,7 +19,7 @@ from zero1 import Bucket, ZeRO1
 
 STAGE = "zero1"
 DIFFERS = {"losses"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_all_ranks_start_with_rank_0s_weights"
 
 
 class LocalBucket(Bucket):

@@ -18,7 +18,7 @@ from zero1 import ZeRO1
 
 STAGE = "zero1"
 DIFFERS = {"losses", "all-gathers", "sent"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 
 
 class WithoutGather(ZeRO1):

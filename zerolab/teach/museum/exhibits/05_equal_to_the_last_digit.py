@@ -20,7 +20,7 @@ from zero1 import ZeRO1
 
 STAGE = "zero1"
 DIFFERS = {"optimizer held", "peak in forward", "peak in backward"}
-CAUGHT_BY = "tests/test_chapters.py::test_held_bytes_are_the_accounting"
+CAUGHT_BY = "tests/conformance/test_memory.py::test_held_bytes_are_the_accounting"
 
 
 class WholeOptimizer(ZeRO1):

@@ -20,7 +20,7 @@ from zerolab.teach.museum.loop import sgd
 
 STAGE = "zero2"
 DIFFERS = {"losses"}
-CAUGHT_BY = "tests/test_chapters.py::test_several_backwards_before_a_step_add_up"
+CAUGHT_BY = "tests/conformance/test_loops.py::test_several_backwards_before_a_step_add_up"
 MICRO_BATCHES = 2
 make_optimizer = sgd
 

@@ -19,7 +19,7 @@ from zero2 import Reduction, ZeRO2
 
 STAGE = "zero2"
 DIFFERS = {"gradients held", "peak in backward"}
-CAUGHT_BY = "tests/test_chapters.py::test_held_bytes_are_the_accounting"
+CAUGHT_BY = "tests/conformance/test_memory.py::test_held_bytes_are_the_accounting"
 
 
 class InPlaceReduction(Reduction):

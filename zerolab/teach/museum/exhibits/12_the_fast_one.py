@@ -18,7 +18,7 @@ from zero2 import Reduction, ZeRO2
 
 STAGE = "zero2"
 DIFFERS = {"losses"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 
 
 class ImpatientReduction(Reduction):

@@ -21,7 +21,7 @@ from zerolab.teach.museum import loop
 
 STAGE = "zero2"
 DIFFERS = {"losses"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 
 
 def make_model(seed):

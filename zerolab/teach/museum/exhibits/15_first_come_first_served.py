@@ -26,7 +26,7 @@ from zerolab.teach.museum.loop import SHAPE
 
 STAGE = "zero2"
 DIFFERS = {"losses"}
-CAUGHT_BY = "a model whose ranks run two branches in different orders trains as one process on the concatenated batch"
+CAUGHT_BY = "tests/conformance/test_traffic.py::test_zero2_sends_buckets_in_one_order_on_all_ranks"
 
 
 class Branches(nn.Module):

@@ -21,7 +21,7 @@ from zero3 import Unit, ZeRO3
 
 STAGE = "zero3"
 DIFFERS = {"peak in forward", "peak in backward", "gathered at once in forward"}
-CAUGHT_BY = "tests/test_chapters.py::test_peak_is_the_accounting"
+CAUGHT_BY = "tests/conformance/test_memory.py::test_peak_is_the_accounting"
 
 
 class ReassignedUnit(Unit):

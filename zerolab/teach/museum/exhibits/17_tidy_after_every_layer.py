@@ -18,7 +18,7 @@ from zero3 import ZeRO3, in_backward
 
 STAGE = "zero3"
 DIFFERS = {"all-gathers", "sent"}
-CAUGHT_BY = "tests/test_chapters.py::test_sent_is_the_accounting"
+CAUGHT_BY = "tests/conformance/test_traffic.py::test_sent_is_the_accounting"
 
 
 class FreeEverything(ZeRO3):

@@ -19,7 +19,7 @@ from zero3 import Unit, ZeRO3
 
 STAGE = "zero3"
 DIFFERS = {"losses", "parameters held", "gathered at once in forward", "all-gathers", "sent"}
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 
 
 class RootStays(Unit):

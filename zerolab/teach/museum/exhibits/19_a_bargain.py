@@ -19,7 +19,7 @@ from zero3 import ZeRO3, in_backward
 
 STAGE = "zero3"
 DIFFERS = {"peak in forward", "peak in backward", "gathered at once in forward", "all-gathers", "sent"}
-CAUGHT_BY = "tests/test_chapters.py::test_zero3_frees_what_it_gathers"
+CAUGHT_BY = "tests/conformance/test_memory.py::test_zero3_frees_what_it_gathers"
 
 
 class FreeInBackward(ZeRO3):

@@ -30,7 +30,7 @@ DIFFERS = {
     "all-gathers",
     "reductions inside backward",
 }
-CAUGHT_BY = "tests/test_chapters.py::test_trains_as_one_process_on_the_concatenated_batch"
+CAUGHT_BY = "tests/conformance/test_values.py::test_trains_as_one_process"
 
 
 class WithoutRoot(ZeRO3):

@@ -4,7 +4,7 @@ Symptom: The losses are equal until the run is resumed from a checkpoint, before
 
 Clue: How could a reader of the files tell one rank's shard from another rank's?
 
-Hint: `shards`, the names in the checkpoint, in this exhibit; `rectangles.py` in zerolab/engine/checkpoint.
+Hint: `shards` in this exhibit, the names in the checkpoint.
 
 Answer: Every rank gives its shards to `torch.distributed.checkpoint` as plain tensors, under names that are the same on
 every rank. One name means one tensor, of which all ranks have a copy. So torch writes one of the copies, and every rank
@@ -24,7 +24,7 @@ from zerolab.teach.museum.loop import sgd
 
 STAGE = "engines"
 DIFFERS = {"losses"}
-CAUGHT_BY = "a resumed run continues as the uninterrupted one"
+CAUGHT_BY = "no test yet: a resumed run continues as an uninterrupted one does"
 RESUME_AT = 2
 make_optimizer = sgd  # it keeps nothing between steps, so the shards are all that there is to save
 

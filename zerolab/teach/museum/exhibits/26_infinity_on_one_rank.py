@@ -25,7 +25,7 @@ from zerolab.engine import GradScaler, ZeRO3Engine
 
 STAGE = "engines"
 DIFFERS = {"losses", "scales", "all-reduces", "sent"}
-CAUGHT_BY = "an infinite gradient on one rank skips the step on all ranks"
+CAUGHT_BY = "tests/conformance/test_precision.py::test_an_overflow_on_one_rank_skips_the_step_on_all"
 STEPS = 6
 
 
