@@ -131,7 +131,7 @@ def visit(exhibit, build, rank):
     try:
         counted = train(loop)
     except Exception as raised:
-        error = f"stopped after {len(loop.losses)} steps: {type(raised).__name__}: {raised}"
+        error = f"stopped after {len(loop.losses)} losses: {type(raised).__name__}: {raised}"
     gc.collect()
     return {"losses": loop.losses, "norms": loop.norms, "scales": loop.scales, "counted": counted, "error": error}
 

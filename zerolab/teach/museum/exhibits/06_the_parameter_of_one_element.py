@@ -1,6 +1,6 @@
 """The parameter of one element
 
-Symptom: All ranks hang. After a timeout each of them reports a collective that the others did not join.
+Symptom: The ranks hang in their first or second step, until a timeout.
 
 Clue: A collective needs all ranks. Which rank may think that it has nothing to do in one?
 

@@ -9,8 +9,8 @@ Hint: `Reduction.__init__` in zero2.py.
 Answer: The reduced shard is received into its own place in the buffer that was sent. This place is a view, and a view
 keeps its whole storage alive. So nothing is freed, although no variable names the buffer any more.
 
-Unnoticed: `shard.grad.numel()` is 1/N of the gradients, and so is a sum of `numel()` over all tensors. Only whoever
-counts storages sees the rest.
+Unnoticed: `shard.grad.numel()` is 1/N of the gradients, and so is a sum of `numel()` over all tensors. Only somebody
+who counts storages sees the rest.
 
 Read: zero2.py, `Reduction`: `self.shard = self.flat.new_empty` and `self.flat = None`.
 """
