@@ -138,7 +138,7 @@ def verdict_of(error: BaseException, recorder: Recorder) -> dict:
 
 
 def explanation(message: str) -> str:
-    """What some errors of torch mean in an exercise, or ""."""
+    """The cause of some torch errors in an exercise, or ""."""
     too_small = re.search(
         r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)", message
     )
