@@ -70,7 +70,7 @@ def written(text: str, functions: dict[str, str]) -> str:
 def student_file(name: str, student: str) -> str:
     """The exercise as this student has solved it; what they have not written is Solution's."""
     everyone = students(name)
-    imports = "\nfrom torch.profiler import record_function\n"
+    imports = "\nimport torch.distributed as dist\n"
     return written(generate(name), everyone["Solution"] | everyone[student]) + imports
 
 

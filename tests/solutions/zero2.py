@@ -336,7 +336,7 @@ class ReceivedTooLate:
 
 
 class InTheOrderOfThisRank:
-    found = "if ranks finish their gradients in different orders"
+    found = "in send_complete"
 
     class ZeRO2:
         def send_complete(self):

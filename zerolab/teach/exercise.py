@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser("exercise NAME", description=__doc__.splitlines()[0], formatter_class=form)
     parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
     parser.add_argument(
-        "--hints", type=int, choices=(0, 1, 2), default=1, help="hints above each blank (default %(default)s)"
+        "--hints", type=int, choices=(0, 1, 2), default=1, help="hints above each blank; 0: only its target (default 1)"
     )
     parser.add_argument("--force", action="store_true", help="overwrite the file even if it was edited")
     options = parser.parse_args(argv)

@@ -228,6 +228,8 @@ class Comparison:
         for path in paths:
             if right.where in AFTER_REDUCTION and (".gradient" in path or ".grads[" in path or "].grad" in path):
                 continue
+            if right.where == "Reduction.finish" and path == "self.shard":
+                continue  # it has done its work: what counts is the gradient of the bucket's shard
             expected = right.state.holds[path]
             found = wrong.state.holds.get(path, "nothing of that name: is a return missing, or an attribute?")
             is_sent = right.where == "Reduction.start" and path == "self.flat" and isinstance(found, Held)

@@ -48,7 +48,9 @@ class State:
             self.holds[f"len({path})"] = len(thing)
             for index, each in enumerate(thing):
                 self.add(f"{path}[{index}]", each)
-        elif type(thing).__name__ in CLASSES and id(thing) not in self._seen:
+        elif id(thing) in self._seen:
+            self.holds[path] = getattr(thing, "name", "seen before")  # a unit's neighbours are units
+        elif type(thing).__name__ in CLASSES:
             self._seen.add(id(thing))
             for name, value in vars(thing).items():
                 if name == "missing":
