@@ -352,7 +352,7 @@ class PaddingIsNotZero:
 
 
 class ShardIsACopy:
-    found = "the memory of what make_shard returns"
+    found = "what make_shard returns"
 
     class Bucket:
         def make_shard(self):
@@ -548,7 +548,7 @@ class GatherIsWaitedFor:
 
 
 class GatherReturnsNothing:
-    found = "'NoneType' object has no attribute 'wait'"
+    found = "is a return missing"
 
     class Bucket:
         def gather(self):

