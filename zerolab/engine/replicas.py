@@ -41,7 +41,8 @@ def groups_of(group):
         return group.get_group(), None, group.get_group()
     everyone = None  # the default group, if the mesh has all ranks
     if group.size() < dist.get_world_size():
-        everyone = group._flatten().get_group()
+        # Only the mesh's ranks get here. Groups of torch are counted, and other ranks would have another count.
+        everyone = dist.new_group(group.mesh.flatten().tolist(), use_local_synchronization=True)
     return group.get_group(1), group.get_group(0), everyone
 
 
