@@ -102,8 +102,6 @@ class Referee:
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
-        # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
-        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
 
     def model(self) -> GPT:
         return GPT(preset(self.options.preset), self.options.seed)
@@ -124,7 +122,9 @@ class Referee:
         model = self.model() if on_cpu else copy.deepcopy(self.weights).to(self.me.device)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
-        return build(name, model, self.adamw, self.me.device, dtype=self.dtype)
+        # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
+        return build(name, model, optimizer, self.me.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
         """One training step of `engine` on (inputs, targets); returns its loss."""

@@ -6,7 +6,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage() {
     cat <<'TEXT'
 Learn
-./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then one told event by event
+./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
 ./launch.sh changes [zero1 zero2]       what changes from a chapter's class to the next one's
 ./launch.sh articles [options]          the articles' claims, each run or added up here
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
@@ -57,7 +57,7 @@ train)
     module=zerolab.run.train own=("$1")
     shift
     ;;
-zero1 | zero2 | zero3) module=$command ;;
+zero1 | zero2 | zero3) module=zerolab.measure.walkthrough own=("$command") ;;
 bench) module=zerolab.measure.bench ;;
 memory | report) module=zerolab.measure.$command ranked= ;; # a report starts its ranks itself, as they may hang or die
 bug) module=zerolab.teach.museum ranked= ;; # and so do this, check, conform and watch

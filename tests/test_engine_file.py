@@ -60,7 +60,12 @@ def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(engine_file):
 
 
 NO_ENGINES = [
-    ("no_build.py", "x = 1\n", "build(model, optimizer_cls, device)"),
+    ("no_build.py", "x = 1\n", "build(model, optimizer, device)"),
+    (
+        "old.py",
+        LISTING.replace("(model, optimizer, d", "(model, optimizer_cls, d"),
+        "old.py, line 46: build(model, opt",
+    ),
     ("zero2.py", LISTING, "is taken"),
     ("broken.py", "def build(:\n", "line 1: SyntaxError"),
     ("other.py", LISTING.replace('"zero1"', '"zero4"'), "'zero4'"),

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from unittest import mock
 
 import forked
@@ -127,9 +126,11 @@ def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one(ranks):
 
 def wrapped_by_size() -> dict:
     """{engine: (how many modules FSDP1 has wrapped, is the weight of embedding and head still one)}."""
-    found, adamw = {}, partial(torch.optim.AdamW, lr=1e-3)
+    found = {}
     for name in ("fsdp1", "fsdp1_article"):
-        model = referee.build(name, GPT(preset("tiny")), adamw, torch.device("cpu")).model
+        model = GPT(preset("tiny"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model = referee.build(name, model, optimizer, torch.device("cpu")).model
         wrapped = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
         found[name] = len(wrapped), model.module.head.weight is model.module.tokens.weight
     return found
@@ -141,7 +142,8 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
     # Two micro-batches change nothing in what ZeRO-1 sends.
     more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
-    program = [str(ROOT / f"{stage}.py"), "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
+    walkthrough = str(ROOT / "zerolab" / "measure" / "walkthrough.py")
+    program = [walkthrough, stage, "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
     result, other = forked.on_ranks(program, 2)
     assert result.returncode == other.returncode == 0, result.stderr[-3000:] + other.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
@@ -176,6 +178,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
 def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, started):
     """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
     command, *stage = line.split()
+    given = stage if command == "train" else [command] if command.startswith("zero") else []  # to the program
     own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
     for ranks in ("4", None):
         _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
@@ -186,8 +189,8 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, star
         assert found.nproc_per_node == "3" and found.standalone  # as the check has said
         assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
         program = [*(["-m"] if found.module else []), found.training_script]
-        assert [*program, *found.training_script_args] == [*program, *stage, *own]
-        assert checked == [START, "zerolab.measure.enough_memory", started, *stage, *own]
+        assert [*program, *found.training_script_args] == [*program, *given, *own]
+        assert checked == [START, "zerolab.measure.enough_memory", started, *given, *own]
     _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
     assert asked == "" and words[-1] == "--help" and "zerolab.run.torchrun" not in words
 
@@ -211,12 +214,11 @@ def test_a_mistake_in_the_options_ends_it_before_torchrun():
 
 def test_without_ranks_a_chapter_says_how_it_is_started():
     alone = forked.alone(["zero2.py"])
-    assert alone.returncode == 1 and "./launch.sh zero2 2" in alone.stderr
+    assert alone.returncode == 1 and "torchrun --nproc-per-node 2 zero2.py" in alone.stderr
 
 
 DYING = """
 import os, sys, time
-from functools import partial
 import torch
 import torch.distributed as dist
 from zerolab.run import process_group
@@ -227,7 +229,7 @@ def main():
     numbers = [None] * me.world_size
     dist.all_gather_object(numbers, os.getpid())
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-    engine = ZeRO{stage}Engine(model, partial(torch.optim.SGD, lr=0.1))
+    engine = ZeRO{stage}Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
         if step == 2 and me.rank == me.world_size - 1:
             {fate}
@@ -320,7 +322,8 @@ def test_two_machines_on_loopback():
 
 def described(engine_cls) -> list[tuple[str, dict[str, int]]]:
     """How an engine is printed, and what it holds: with gradients, without them, and once it is closed."""
-    engine = engine_cls(GPT(preset("toy")), partial(torch.optim.AdamW, lr=1e-3))
+    model = GPT(preset("toy"))
+    engine = engine_cls(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     engine(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     found = [(str(engine), held_bytes(engine))]
     engine.step()

@@ -1,7 +1,6 @@
 """The engines that can be planned, as one rank builds and runs them on fake tensors."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zerolab.run import engines as registry
-from zerolab.run.counterparts import DDPStandIn
+from zerolab.run.counterparts import DDPStandIn, replace_parameters
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
 from zerolab.run.recompute import checkpoint_blocks
 
@@ -56,11 +55,11 @@ class LowWeightsDDP(DDPStandIn):
     at the start of each forward instead. Then all gradients arrive last, and DDP overlaps nothing.
     """
 
-    def __init__(self, model: GPT, optimizer_cls, dtype: torch.dtype, bucket_mb: float):
+    def __init__(self, model: GPT, optimizer, dtype: torch.dtype, bucket_mb: float):
         self._sums = {}
-        super().__init__(model, optimizer_cls, bucket_mb)
+        super().__init__(model, optimizer, bucket_mb)
         self._copies = [(nn.Parameter(param.detach().clone()), param) for param in model.parameters()]
-        self.optimizer = optimizer_cls([copy for copy, _ in self._copies])
+        replace_parameters(optimizer, {param: copy for copy, param in self._copies})
         for param in model.parameters():
             param.data = param.data.to(dtype)
 
@@ -99,17 +98,17 @@ def grid(ranks: int, row: int):
 def build(setup: Setup, mesh):
     """The engine around a fresh model, inside FakeTensorMode and a process group."""
     dtype, name = registry.DTYPES[setup.precision], setup.engine
-    # fused, as on a GPU: one kernel reads and writes each number once.
-    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     model = GPT(setup.config)
     if setup.recompute != "none":
         more = {"context_fn": _every_second_product} if setup.recompute == "selective" else {}
         checkpoint_blocks(model, casts=False, **more)
+    # fused, as on a GPU: one kernel reads and writes each number once.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if name == "ddp" and dtype is not None:
-        return LowWeightsDDP(model, adamw, dtype, setup.bucket_mb or DDP_BUCKET_MB)
+        return LowWeightsDDP(model, optimizer, dtype, setup.bucket_mb or DDP_BUCKET_MB)
     options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
     takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
-    return registry.build(name, model, adamw, torch.device("cpu"), **takes)
+    return registry.build(name, model, optimizer, torch.device("cpu"), **takes)
 
 
 def _every_second_product():

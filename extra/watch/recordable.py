@@ -48,9 +48,9 @@ def of_engine(name: str, options) -> Recordable:
 
     def build(me: Rank):
         model = GPT(config).to(me.device)
-        adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
         more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
-        return engines.build(name, model, adamw, me.device, **more)
+        return engines.build(name, model, optimizer, me.device, **more)
 
     def loop(me: Rank, steps: int) -> SimpleNamespace:
         draw = Batches(text, options.batch, seq, 0, me.device)

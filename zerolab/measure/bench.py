@@ -69,8 +69,9 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def build_variant(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
-    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=me.device.type != "cpu")
-    return engines.ENGINES[variant["name"]].build(model, adamw, me.device, **prepared(variant, model))
+    options = prepared(variant, model)  # it may change the model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
+    return engines.ENGINES[variant["name"]].build(model, optimizer, me.device, **options)
 
 
 def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
@@ -132,7 +133,6 @@ def many_small_parameters() -> nn.Module:
 
 def host_times(options: argparse.Namespace) -> dict[str, dict]:
     """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing."""
-    adamw = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     me = Rank(0, 8, torch.device("cpu"), "fake", "")
     x, y = torch.randn(2, 4), torch.randn(2, 4)
     steps = {}
@@ -140,7 +140,8 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
         for label, variant in with_their_engines(ON_HOST).items():
             name = "single" if label == "plain" else variant["name"]
             model = many_small_parameters()
-            engine = fake_ranks.build_alone(name, model, adamw, me.device, **prepared(variant, model))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+            engine = fake_ranks.build_alone(name, model, optimizer, me.device, **prepared(variant, model))
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         times = take_turns(steps, options.rounds, me)
         for label in steps:

@@ -15,8 +15,8 @@ def named_collectives(engine, timeline: Timeline):
     that the engine sends meanwhile.
     """
     name_of, sending = {}, [""]  # a bucket, or the storage of one of its buffers -> the name
-    for number, bucket in enumerate(buckets_of(engine)):
-        name_of[bucket] = getattr(bucket, "name", f"bucket {number}")  # ZeRO-3's are units
+    for index, bucket in enumerate(buckets_of(engine)):
+        name_of[bucket] = getattr(bucket, "name", f"bucket {index}")  # ZeRO-3's are units
         for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
             name_of[storage_under(tensor)._cdata] = name_of[bucket]
     plain = getattr(engine, "send", None)  # ZeRO-1 sends all buckets at once, each from its own buffer

@@ -5,13 +5,13 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerolab.measure.fake_ranks import build_alone
+from zerolab.measure.held import optimizer_of
 from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters, value
 from zerolab.measure.memory_parts import PARTS, PartsLedger
 from zerolab.measure.traffic import Collective
@@ -51,10 +51,10 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=ENGINES[name].casts and dtype is not None)
         of = letters(model, options.ranks, accumulate=options.accumulate)
-        # foreach, CUDA's default, allocates intermediates as large as the parameters, which is no engine's doing.
-        adamw = partial(torch.optim.AdamW, lr=1e-4, foreach=False, fused=device.type != "cpu")
-        engine = build_alone(name, model, adamw, device, dtype=dtype)
-        del model
+        # foreach, CUDA's default, allocates intermediates as large as the parameters, which no engine causes.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False, fused=device.type != "cpu")
+        engine = build_alone(name, model, optimizer, device, dtype=dtype)
+        del model, optimizer
         tokens = torch.zeros(options.batch, options.seq + 1, dtype=torch.int64, device=device)
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
         micro_batches.training_step(engine, *batch)
@@ -62,7 +62,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
             micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
         with watched_step(engine, memory, allocator) as seen:
             micro_batches.training_step(engine, *batch)
-        pieces = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+        tensors = sum(len(group["params"]) for group in optimizer_of(engine).param_groups)
         del engine
     held = held_by_formula(name, options.dtype, of.Ψ, options.ranks)
     formula = formula_of_peak(name, options.dtype, options.accumulate)
@@ -71,7 +71,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "held_bytes": seen.held,
         "formula_bytes": held,
         "difference_bytes": sum(seen.held.values()) - held,
-        "step_counters_bytes": 4 * pieces,  # AdamW counts its steps per tensor, in float32
+        "step_counters_bytes": 4 * tensors,  # AdamW has a step counter for each tensor, in float32
         "peak_bytes": seen.peak if allocator else peak.live,
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},

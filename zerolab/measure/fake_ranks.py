@@ -22,9 +22,9 @@ def fake_ranks(world_size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-def build_alone(name: str, model: nn.Module, adamw, device: torch.device, **options):
+def build_alone(name: str, model: nn.Module, optimizer, device: torch.device, **options):
     """The registry's engine, on a group that moves nothing; DDP with a reduction that such a group can do."""
-    engine = engines.build(name, model, adamw, device, **options)
+    engine = engines.build(name, model, optimizer, device, **options)
     if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(None, all_reduce_bucket)
     return engine

@@ -3,12 +3,11 @@
 An engine is anything with `model` and `optimizer`. A stage has besides:
 
     all_buckets       of an engine of zerolab/engine: trained and frozen ones
-    all_units         of chapter 3, whose units are buckets
-    buckets           of chapters 1 and 2
-    units, root       ZeRO-3's, each with a name
+    buckets           of ZeRO-1 and -2: the trained ones
+    units             of ZeRO-3: units are buckets with a name and a module; the module of the root is the model
 
-A bucket has names, params, offsets, numel, shard_numel, flat and shard, and perhaps `gradient` (ZeRO-1) and `kept`
-(whole gradients that `no_sync` keeps).
+A bucket has names, params, offsets, numel, shard_numel, flat and shard, and perhaps `gradient` (ZeRO-1's buffer) and
+`kept` ({parameter: the whole gradient} that `no_sync` keeps).
 
 An engine that keeps its state elsewhere has a `held_tensors()` of its own.
 """
@@ -49,7 +48,7 @@ def optimizer_of(engine) -> torch.optim.Optimizer:
 
 def buckets_of(engine) -> list:
     """All buckets of an engine or a chapter, frozen ones too; nothing of other people's engines."""
-    for name in ("all_buckets", "all_units", "buckets"):
+    for name in ("all_buckets", "buckets", "units"):
         if hasattr(engine, name):
             return list(getattr(engine, name))
     return []

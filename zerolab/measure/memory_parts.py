@@ -85,6 +85,8 @@ class PartsLedger(MemoryLedger):
             self._handles.append(optimizer_of(self._engine).register_step_pre_hook(lambda *_: self._sort_held()))
             for param in model.parameters():
                 if param.requires_grad:
+                    # Before autograd adds a gradient to `param.grad`, as in ZeRO-1, and after it has put it there.
+                    self._handles.append(param.register_hook(lambda gradient: self._put([gradient], IN_FLIGHT)))
                     self._handles.append(self._watch_gradient(param))
         for key, number in self._number.copy().items():  # gloo's thread may let go of a buffer meanwhile
             nbytes = self._bytes.get(key, 0)

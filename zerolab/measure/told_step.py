@@ -1,4 +1,4 @@
-"""A step told event by event: what the ledgers and a chapter's moments show, turned into lines."""
+"""The trace of a step, event by event: what the ledgers and calls of a chapter's methods show, as lines."""
 
 import contextlib
 import textwrap
@@ -28,8 +28,8 @@ x 2     two equal events in a row; live is that of the second
 """
 UNITS = """\
 gather   5 gather parameters: all-gather of a unit or of the root, inside step 1 or 2. Here it is started
-compute  the unit's forward or backward. What stands left of it travels while it computes. The root has
-         two turns each way: what the model computes before its units, and behind them (head, loss)
+compute  the unit's forward or backward. What is left of it is in flight while it computes. The root computes
+         twice each way: what the model computes before its units, and after them (head, loss)
 free     the gathered parameters give their memory back
 reduce   3 reduce gradients: reduce-scatter of the unit's gradients, inside step 2. Here it is started
 sent     what this rank sends for the collectives of the line: (N-1)/N of each buffer
@@ -119,11 +119,12 @@ class UnitStory(Story):
     """
 
     def open(self) -> None:
+        self._roots = [unit for unit in self.engine.units if unit.module is self.engine.model]
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive; text alone has no bytes alive
         self._groups: list[tuple[str, list[str]]] = []  # of the line that grows: (verb, names of units)
         self._sent = 0.0
         self._watching = contextlib.ExitStack()
-        for unit in self.engine.all_units:
+        for unit in self.engine.units:
             self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
             self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
             hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._tell("compute", unit))
@@ -168,10 +169,10 @@ class UnitStory(Story):
         self._sent += collective.sent_bytes
 
     def besides(self, step: str) -> str:
-        root = self.engine.root
-        if step.startswith("1"):
-            self._tell("compute", root)  # what follows the last unit
-        return f" ({root.flat.nbytes / 1e6:.2f} MB of the parameters are the gathered root)" if root.gathered else ""
+        if step.startswith("1") and self._roots:
+            self._tell("compute", self._roots[-1])  # what follows the last unit
+        gathered = sum(unit.flat.nbytes for unit in self._roots if unit.allocated)
+        return f" ({gathered / 1e6:.2f} MB of the parameters are the gathered root)" if gathered else ""
 
     def close(self) -> None:
         """Nobody is watched any more."""
@@ -202,13 +203,13 @@ class UnitStory(Story):
             self._groups.append((verb, [unit.name]))
 
     def _gathers(self, unit) -> None:
-        if not unit.gathered:
+        if not unit.allocated:
             if any(verb == "compute" for verb, _ in self._groups):
                 self.flush()
             self._tell("gather", unit)
 
     def _frees(self, unit) -> None:
-        if unit.gathered:
-            if unit is self.engine.root:  # backward has come to its end, in front of the first unit
+        if unit.allocated:
+            if unit in self._roots:  # the end of backward, in front of the first unit
                 self._tell("compute", unit)
             self._tell("free", unit)

@@ -1,11 +1,12 @@
-"""What each chapter does when it is run: a few training steps, then one step told event by event.
+"""`./launch.sh zero1 2`: a few training steps of a chapter, then the trace of one step, event by event.
 
-Everything printed is observed from outside, by the memory and traffic ledgers; the stage files know nothing of it.
+Everything printed is observed from outside, by the memory and traffic ledgers. The chapters know nothing of it.
 """
 
 import argparse
 import contextlib
 import inspect
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from zerolab.measure.watched_step import watched_step
 from zerolab.run import micro_batches, process_group
 from zerolab.run import options as common
 from zerolab.run.data import Batches, load_text
+from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import Rank
 from zerolab.run.recompute import checkpoint_blocks
@@ -31,14 +33,19 @@ from zerolab.run.recompute import checkpoint_blocks
 WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
 
 
-def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
-    own = inspect.signature(engine_cls).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
-    parser = common.Parser(f"{engine_cls.__name__.lower()} [N]", description=doc.splitlines()[0])
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options; the first word of `argv` is the chapter."""
+    chapter, *typed = sys.argv[1:] if argv is None else argv
+    if chapter not in CHAPTERS:
+        raise ValueError(f"the first word must be one of {', '.join(CHAPTERS)}, got {chapter!r}")
+    own = inspect.signature(CHAPTERS[chapter]).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
+    parser = common.Parser(f"{chapter} [N]", description=headline(chapter))
     common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
     common.add(parser, "bucket-mb" if "bucket_mb" in own else "prefetch")
     common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
-    options = parser.parse_args(argv)
-    options.engines = [engine_cls.__name__.lower()]
+    options = parser.parse_args(typed)
+    options.chapter = chapter
+    options.engines = [chapter]  # whose memory is checked before any rank starts
     if options.steps < 2:  # the first makes the optimizer's state, the last is told
         raise ValueError(f"--steps must be 2 or more, got {options.steps}")
     common.settle(options)
@@ -47,13 +54,13 @@ def arguments(engine_cls, doc: str, argv=None) -> argparse.Namespace:
     return options
 
 
-def run(engine_cls, doc: str) -> None:
-    """Train and tell; the `main()` of every stage file."""
-    process_group.run(partial(_walk, engine_cls, doc))
+def headline(chapter: str) -> str:
+    """The first line of the chapter's docstring."""
+    return sys.modules[CHAPTERS[chapter].__module__].__doc__.splitlines()[0]
 
 
-def _walk(engine_cls, doc: str) -> None:
-    options = arguments(engine_cls, doc)
+def main() -> None:
+    options = arguments()
     seq = preset(options.preset).seq
     text = load_text(options.data, seq)
     me = process_group.start(options.backend, options.device, options)
@@ -63,13 +70,14 @@ def _walk(engine_cls, doc: str) -> None:
     def say(text: str) -> None:
         me.print(tables.wrapped(text))
 
-    say(doc.splitlines()[0])
+    say(headline(options.chapter))
     say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
     with PartsLedger() as memory:
         timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
-        adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
+        model = _model(options, me)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=me.device.type != "cpu")
         with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = engine_cls(_model(options, me), adamw, **_own(options))
+            engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
         say(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
@@ -91,7 +99,7 @@ def _own(options: argparse.Namespace) -> dict:
 
 
 def _model(options: argparse.Namespace, me: Rank) -> GPT:
-    # Every rank has another start: the engine takes rank 0's.
+    # Every rank draws different weights, and the engine broadcasts rank 0's.
     model = GPT(preset(options.preset), options.seed + me.rank).to(me.device)
     if options.checkpoint_activations:
         checkpoint_blocks(model, casts=False)
@@ -142,7 +150,8 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
-        **common.about(me.device, name.lower(), me.world_size),
+        **common.about(me.device),
+        "command": " ".join(["./launch.sh", options.chapter, str(me.world_size), *sys.argv[2:]]),
         "step_begins_ms": round(begins * 1e3, 4),
     }
     common.write_json(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
@@ -153,7 +162,8 @@ def _partition(engine, options: argparse.Namespace) -> str:
     """Step 0: into what the model was cut, which ranks own which parameter, and what this rank holds of it."""
     psi = number_of_parameters(preset(options.preset))
     if hasattr(engine, "units"):
-        parts = f"{len(engine.units)} unit{'s' if len(engine.units) > 1 else ''}"
+        count = sum(unit.module is not engine.model for unit in engine.units)
+        parts = f"{count} unit{'s' if count > 1 else ''}"
         limit = " (a transformer block each) and the root (what belongs to no unit)"
     else:
         count = len(buckets_of(engine))
@@ -179,3 +189,7 @@ def _owners(engine, everything: bool) -> list[str]:
     if not everything and len(lines) > 8:
         lines = [*lines[:6], f"  ... {len(lines) - 6} more (--map prints all)"]
     return lines
+
+
+if __name__ == "__main__":
+    process_group.run(main)

@@ -1,6 +1,6 @@
-"""What stands beside the three stages: torch's own engines as one uses them, and variants that no chapter has."""
+"""What the three stages are compared with: torch's own engines as users build them, and variants of the chapters."""
 
-from functools import partial
+import inspect
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zero1 import ZeRO1
+from zero2 import reduce_scatter
 from zerolab.engine import ZeRO1Engine
-from zerolab.engine.safety.waiting import NamedWork
 from zerolab.engine.units import default_units
 from zerolab.run.micro_batches import Looped
 
@@ -41,10 +42,11 @@ def mixed(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 class PlainStep(Looped):
-    """A model and an optimizer over it, used as one is used without an engine: the counterparts' training step."""
+    """A model and an optimizer over its parameters, trained by a plain loop: the counterparts' training step."""
 
-    def __init__(self, model: nn.Module, optimizer_cls):
-        self.model, self.optimizer = model, optimizer_cls(model.parameters())
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model = model
+        self.optimizer = optimizer
 
     def __call__(self, *inputs, **named):
         return self.model(*inputs, **named)
@@ -57,23 +59,28 @@ class PlainStep(Looped):
         self.optimizer.zero_grad()
 
 
-def single(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
-    return PlainStep(mixed(model, dtype), optimizer_cls)
+def single(model: nn.Module, optimizer, device: torch.device, dtype=None) -> PlainStep:
+    return PlainStep(mixed(model, dtype), optimizer)
 
 
-def ddp(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, bucket_mb=None, **more) -> PlainStep:
+def ddp(model: nn.Module, optimizer, device: torch.device, dtype=None, bucket_mb=None, **more) -> PlainStep:
     """DDP, with gradients that are views of its buckets; `bucket_mb` is in MiB (default: torch's)."""
     if isinstance(next(model.parameters()), FakeTensor):
-        return DDPStandIn(mixed(model, dtype), optimizer_cls, bucket_mb or 25)
+        return DDPStandIn(mixed(model, dtype), optimizer, bucket_mb or 25)
     ids = None if device.type == "cpu" else [device]
     more |= {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
     model = DistributedDataParallel(mixed(model, dtype), device_ids=ids, gradient_as_bucket_view=True, **more)
-    return PlainStep(model, optimizer_cls)
+    return PlainStep(model, optimizer)
 
 
-def zero_redundancy_optimizer(model: nn.Module, optimizer_cls, device: torch.device, dtype=None) -> PlainStep:
-    """DDP whose optimizer keeps a share of its state on each rank."""
-    sharded = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_cls.func, **optimizer_cls.keywords)
+def zero_redundancy_optimizer(model: nn.Module, optimizer, device: torch.device, dtype=None) -> PlainStep:
+    """DDP whose optimizer keeps a share of its state on each rank.
+
+    ZeroRedundancyOptimizer builds its optimizer itself, so it gets the class and the options of the given one.
+    """
+    accepted = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have more than it accepts
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **defaults)
     return ddp(model, sharded, device, dtype)
 
 
@@ -87,8 +94,8 @@ class DDPStandIn(PlainStep):
     A test compares it with the real one, byte for byte.
     """
 
-    def __init__(self, model: nn.Module, optimizer_cls, bucket_mb: float):
-        super().__init__(model, optimizer_cls)
+    def __init__(self, model: nn.Module, optimizer, bucket_mb: float):
+        super().__init__(model, optimizer)
         self.sends, self._works, self._flats = True, [], []
         params = [param for param in model.parameters() if param.requires_grad][::-1]
         limits = [int(min(bucket_mb, 1) * 2**20), int(bucket_mb * 2**20)]
@@ -135,8 +142,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [*getattr(model, "blocks", ())] or default_units(model)
 
 
-def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
-    """FSDP2 around every block of the model, and around the rest."""
+def fsdp2(model: nn.Module, optimizer, device: torch.device, dtype=None, mesh=None, **options) -> PlainStep:
+    """FSDP2 around every block of the model, and around the rest.
+
+    Users of FSDP2 build the optimizer after it, because `fully_shard` replaces the model's parameters. Here the
+    optimizer was built before, so its groups get the new parameters.
+    """
+    whole = dict(model.named_parameters())
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if mesh is None:
@@ -146,23 +158,47 @@ def fsdp2(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, mes
             mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, **options)
-    return PlainStep(fully_shard(model, mesh=mesh, **options), optimizer_cls)
+    fully_shard(model, mesh=mesh, **options)
+    sharded = dict(model.named_parameters())
+    replace_parameters(optimizer, {param: sharded[name] for name, param in whole.items()})
+    return PlainStep(model, optimizer)
+
+
+def fsdp2_no_reshard(model: nn.Module, optimizer, device: torch.device, **options) -> PlainStep:
+    return fsdp2(model, optimizer, device, reshard_after_forward=False, **options)
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Let the optimizer update other parameters, before its first step."""
+    if optimizer.state:  # Adagrad makes its state in its constructor, in the parameters' whole shape
+        raise ValueError(f"{type(optimizer).__name__} has state already: build it over the sharded parameters")
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[param] for param in group["params"]]
 
 
 ARTICLE_MIN_NUM_PARAMS = 10_000  # as in the article's snippet
 
 
-def fsdp1(model: nn.Module, optimizer_cls, device: torch.device, dtype=None, by_size=False, **options) -> PlainStep:
-    """FSDP1 around the blocks, or `by_size` around all large modules.
+def fsdp1(model: nn.Module, optimizer, device: torch.device, dtype=None, **options) -> PlainStep:
+    """FSDP1 around the blocks."""
+    return _fsdp1(model, optimizer, device, dtype, ModuleWrapPolicy({*map(type, blocks_of(model))}), **options)
 
-    The snippet of the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP" wraps by size, every module from
-    10,000 parameters on (`_large`), and offloads the parameters to the CPU. `fsdp1` wraps the blocks and does not
-    offload; `fsdp1_article` wraps by size and does not offload either: FSDP1 refuses to offload without an accelerator.
+
+def fsdp1_article(model: nn.Module, optimizer, device: torch.device, dtype=None, **options) -> PlainStep:
+    """FSDP1 as in the article "Scaling LLM Training: Deep Dive into ZeRO and FSDP", around all large modules.
+
+    The article's snippet wraps every module from 10,000 parameters on (`_large`) and offloads the parameters to the
+    CPU. This does not offload, because FSDP1 raises an error for offloading without an accelerator.
     """
+    return _fsdp1(model, optimizer, device, dtype, _large(model), **options)
+
+
+def _fsdp1(model: nn.Module, optimizer, device: torch.device, dtype, wrap, **options) -> PlainStep:
     policy = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    options = {"device_id": device, "use_orig_params": True, "mixed_precision": policy, **options}
-    wrap = _large(model) if by_size else ModuleWrapPolicy({*map(type, blocks_of(model))})
-    return PlainStep(FullyShardedDataParallel(model, auto_wrap_policy=wrap, **options), optimizer_cls)
+    options = {"device_id": device, "mixed_precision": policy, **options}
+    # With `use_orig_params` the model's parameters stay the same objects, so the optimizer still has them.
+    model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, use_orig_params=True, **options)
+    return PlainStep(model, optimizer)
 
 
 def _large(model: nn.Module):
@@ -185,10 +221,24 @@ def _large(model: nn.Module):
     return wrap
 
 
-class ZeRO1By2Psi(ZeRO1Engine):
-    """ZeRO-1 as the paper has it: step 3 is a reduce-scatter. It sends 2Ψ, where the chapter sends 3Ψ."""
+class ReduceScatter:
+    """Step 3 of ZeRO-1 as a reduce-scatter, as the paper has it. A rank sends 2Ψ, where the chapter sends 3Ψ.
 
-    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor, torch.Tensor]:
-        shard = bucket.gradient.new_empty(bucket.shard_numel)
-        work = dist.reduce_scatter_single(shard, bucket.gradient, group=self.group, async_op=True)
-        return NamedWork(work, "reduce-scatter", bucket), shard, shard
+    A reduce-scatter writes to its own shard, so `shard.grad` is no view of the bucket's gradient buffer here: each rank
+    holds 4Ψ/N bytes more.
+    """
+
+    def start_reduce(self, bucket):
+        bucket.shard.grad = torch.empty_like(bucket.shard)
+        return reduce_scatter(bucket.shard.grad, bucket.gradient, group=self.group, async_op=True)
+
+    def finish_reduce(self, bucket):
+        bucket.shard.grad /= self.world_size
+
+
+class ZeRO1By2Psi(ReduceScatter, ZeRO1):
+    """The chapter, with a reduce-scatter."""
+
+
+class ZeRO1EngineBy2Psi(ReduceScatter, ZeRO1Engine):
+    """The engine, with a reduce-scatter."""

@@ -40,16 +40,29 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
     return told
 
 
-def build(model: nn.Module, optimizer_cls, device: torch.device, stage: int, dtype=None) -> "DeepSpeedStep":
+def stage1(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
+    return build(model, optimizer, device, stage=1, dtype=dtype)
+
+
+def stage2(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
+    return build(model, optimizer, device, stage=2, dtype=dtype)
+
+
+def stage3(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
+    return build(model, optimizer, device, stage=3, dtype=dtype)
+
+
+def build(model: nn.Module, optimizer, device: torch.device, stage: int, dtype=None) -> "DeepSpeedStep":
     """DeepSpeed's engine of that stage around `model`."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # It calls torch's collectives by the names that they had before torch 2.13, in every step.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells of its accelerator
+    for group in optimizer.param_groups:  # DeepSpeed does not support frozen ones there
+        group["params"][:] = [param for param in group["params"] if param.requires_grad]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its accelerator
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.ERROR)
-        optimizer = optimizer_cls([param for param in model.parameters() if param.requires_grad])
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config(stage, model, dtype), dist_init_required=False
         )

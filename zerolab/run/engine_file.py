@@ -1,12 +1,13 @@
-"""An engine out of a file of yours, as an entry of the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
+"""An engine in a file of yours, as an entry of the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
 
-The file has `build(model, optimizer_cls, device)`, which puts an engine around `model`; `optimizer_cls` is a torch
-optimizer class with its options bound. It returns anything with `model`, `optimizer`, and either
+The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
+over the model's parameters. It returns anything with `model`, `optimizer`, and either
 `training_step(inputs, targets, loss_fn)` or `__call__`, `step()` and `zero_grad()`. `COUNTERPART` names an engine that
 it is compared with, and `TITLE` is what figures call it.
 """
 
 import contextlib
+import inspect
 import runpy
 import sys
 import traceback
@@ -20,6 +21,7 @@ from zerolab.run.engines import ENGINES, Engine
 from zerolab.run.micro_batches import Looped
 
 LOOP = ("__call__", "step", "zero_grad")
+ARGUMENTS = ["model", "optimizer", "device"]
 
 
 def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
@@ -52,14 +54,37 @@ def _enter(path: Path, on: str) -> str:
     found = _load(path)
     build, counterpart = found.get("build"), found.get("COUNTERPART")
     if not callable(build):
-        raise ValueError("it must have a function build(model, optimizer_cls, device)")
+        raise ValueError("it must have a function build(model, optimizer, device)")
+    _check_signature(build, path)
     if counterpart not in [None, *ENGINES]:
         raise ValueError(f"COUNTERPART is {counterpart!r}, and must be one of {', '.join(ENGINES)}")
     promise = ENGINES[counterpart].promise if counterpart else None
     title = str(found.get("TITLE", name))
-    more = {"counterpart": counterpart, "line": "--", "mark": "*", "file": str(path)}
-    ENGINES[name] = Engine(name, title, partial(_built, build), [on], [], promise, **more)
+    ENGINES[name] = Engine(
+        name,
+        title,
+        partial(_built, build),
+        on=(on,),
+        promise=promise,
+        counterpart=counterpart,
+        line="--",
+        mark="*",
+        file=str(path),
+    )
     return name
+
+
+def _check_signature(build, path: Path) -> None:
+    """Raise ValueError if `build` has other arguments, as in a file that expects an optimizer's class."""
+    signature = inspect.signature(build)
+    required = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
+    if required != ARGUMENTS:
+        code = getattr(build, "__code__", None)
+        line = f", line {code.co_firstlineno}" if code else ""
+        raise ValueError(
+            f"{path.name}{line}: build{signature} must be build(model, optimizer, device), where `optimizer` "
+            "is a torch optimizer over the model's parameters"
+        )
 
 
 def _load(path: Path) -> dict:
@@ -75,8 +100,8 @@ class NoEngine(RuntimeError):
     """What a file's `build` has returned is no engine."""
 
 
-def _built(build, model, optimizer_cls, device) -> "_OfAFile":
-    engine = build(model, optimizer_cls, device)
+def _built(build, model, optimizer, device) -> "_OfAFile":
+    engine = build(model, optimizer, device)
     wanted = ["model", "optimizer"]
     if not hasattr(engine, "training_step"):
         wanted += LOOP

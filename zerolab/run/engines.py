@@ -1,16 +1,12 @@
-"""The registry: every engine is an entry in engines.toml, with its name, order, builder and look in every command.
+"""The registry: every engine is an `Engine` in the list below, with its name, order, builder and look in every command.
 
-To add an engine, write its entry. `./launch.sh compare --engines NAME` then knows it; with the command's word in `on`
-it runs there without being asked for.
+To add an engine, write a function that builds it and add an entry. `./launch.sh compare --engines NAME` then knows it;
+with the name of a command in `on`, that command runs it by default.
 """
 
 import importlib.util
-import pkgutil
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +16,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
-from zerolab.run import counterparts
+from zerolab.run import counterparts, deepspeed_engine
 from zerolab.run.command_line import did_you_mean
 
 CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
@@ -28,8 +24,8 @@ STAGES = {"zero1": ZeRO1Engine, "zero2": ZeRO2Engine, "zero3": ZeRO3Engine}  # t
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # to compute and gather in; gradients are reduced in float32
 
 
-def a_chapter_does(dtype=None, mesh=None, **options) -> bool:
-    """Whether these options are those of a chapter. All others are the engines' alone."""
+def chapter_supports(dtype=None, mesh=None, **options) -> bool:
+    """Whether a chapter has these options. Only engines have the others."""
     return dtype is None and not isinstance(mesh, DeviceMesh) and options.keys() <= {"bucket_mb", "prefetch", "units"}
 
 
@@ -38,47 +34,71 @@ def who_trained(names, **options) -> str:
     stages = ", ".join(name for name in names if name in CHAPTERS)
     if not stages:
         return "No chapter is among them."
-    if a_chapter_does(**options):
+    if chapter_supports(**options):
         return f"{stages}: the chapters themselves, zero1.py to zero3.py."
     return f"{stages}: the engines of zerolab/engine, for an option that the chapters lack."
 
 
-def stage_or_chapter(model, optimizer_cls, device, stage, dtype=None, mesh=None, engine=False, **options):
-    """The chapter `stage`. Its engine where an option asks for what only engines have, or where `engine` is True."""
-    if not engine and a_chapter_does(dtype, mesh, **options):
-        return CHAPTERS[stage](model, optimizer_cls, group=mesh, **options)
-    return stage_engine(model, optimizer_cls, device, STAGES[stage], dtype, mesh, **options)
+# Functions that build an engine: `build(model, optimizer, device, **options)`.
 
 
-def stage_engine(model, optimizer_cls, device, cls=counterparts.ZeRO1By2Psi, dtype=None, mesh=None, **options):
-    """A subclass of a chapter, of zerolab.engine or of `counterparts`."""
+def zero1(model, optimizer, device, **options):
+    return chapter_or_engine(ZeRO1, ZeRO1Engine, model, optimizer, **options)
+
+
+def zero1_2psi(model, optimizer, device, **options):
+    return chapter_or_engine(counterparts.ZeRO1By2Psi, counterparts.ZeRO1EngineBy2Psi, model, optimizer, **options)
+
+
+def zero2(model, optimizer, device, **options):
+    return chapter_or_engine(ZeRO2, ZeRO2Engine, model, optimizer, **options)
+
+
+def zero3(model, optimizer, device, **options):
+    return chapter_or_engine(ZeRO3, ZeRO3Engine, model, optimizer, **options)
+
+
+def zero3_without_prefetch(model, optimizer, device, **options):
+    return zero3(model, optimizer, device, prefetch=0, **options)
+
+
+def chapter_or_engine(chapter, engine_class, model, optimizer, dtype=None, mesh=None, engine=False, **options):
+    """The chapter. The engine where an option asks for what only engines have, or where `engine` is True."""
+    if not engine and chapter_supports(dtype, mesh, **options):
+        return chapter(model, optimizer, group=mesh, **options)
     reduce_dtype = None if dtype is None else torch.float32
-    return cls(model, optimizer_cls, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+    return engine_class(model, optimizer, group=mesh, param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
 
 
 @dataclass(frozen=True)
 class Engine:
     """One engine.
 
-    `build(model, optimizer_cls, device, **options)` puts it around `model`; `optimizer_cls` is a torch optimizer
-    class with its options bound, and of `options` those in `takes` are known: "dtype" to compute in, "mesh"
-    (replicas, shards), "offload_policy", "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter).
-    `counterpart` is the name of torch's own engine that does the same. `promise`: (what its ranks share out between
-    steps, the Ψ (N-1)/N elements that a rank sends in a step); None: nothing is known of it. `on` are the commands
-    that run it unasked. `rows`: its ranks are rows that are copies of each other, which only the planner lays out.
-    `casts` says that it computes in a low precision with plain casts of its weights (`MixedModule`). `exact`: in
-    two ranks it adds the same two numbers as DDP, and hands the same values to the same operations of the
-    optimizer, so its losses must equal DDP's to the bit. `needs` is a package that `pip install .[peers]` brings,
-    and `file` a file of the user's (engine_file.py). `shade`, `line` and `mark` draw it: an engine is no part and
-    no activity, so it has a tone of grey, a line and a mark, and its name beside it.
+    name         what commands call it
+    title        what tables and figures call it
+    build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
+                 parameters. It may change the optimizer, or make another one of the same class and options
+    on           the commands that run it by default
+    takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
+                 "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter)
+    promise      (what its ranks share out between steps, how many times Ψ (N-1)/N elements a rank sends in a step);
+                 None if nothing is known of it
+    counterpart  the name of torch's own engine that does the same
+    rows         its ranks are rows that are copies of each other, which only the planner lays out
+    casts        it computes in a low precision with plain casts of its weights (`MixedModule`)
+    exact        on two ranks it adds the same two numbers as DDP and passes the same values to the same operations of
+                 the optimizer, so its losses must equal DDP's to the bit
+    needs        a package that `pip install .[peers]` installs
+    file         a file of the user's (engine_file.py)
+    shade, line, mark   how figures draw it: a tone of grey, a line and a mark
     """
 
     name: str
     title: str
     build: Callable
-    on: list[str]
-    takes: list[str]
-    promise: tuple[list[str], int] | None = None
+    on: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    promise: tuple[tuple[str, ...], int] | None = None
     counterpart: str | None = None
     rows: bool = False
     casts: bool = False
@@ -90,12 +110,191 @@ class Engine:
     mark: str = "o"
 
 
-ENGINES: dict[str, Engine] = {}
-for _name, _said in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
-    _build = partial(pkgutil.resolve_name(_said.pop("build")), **_said.pop("options", {}))
-    ENGINES[_name] = Engine(_name, build=_build, **_said)
+OPTIMIZER = ("optimizer",)
+GRADIENTS = ("gradients", "optimizer")
+EVERYTHING = ("parameters", "gradients", "optimizer")
+LIGHT = "#888c92"
+DARK = "#60656c"
 
-PAIRS = tuple((engine.name, engine.counterpart) for engine in ENGINES.values() if engine.counterpart)
+# In the order of the tables.
+_ENTRIES = [
+    Engine(
+        "single",
+        "one process",
+        counterparts.single,
+        on=("compare",),
+        takes=("dtype",),
+        promise=((), 0),
+        casts=True,
+        shade=LIGHT,
+        line=":",
+        mark="x",
+    ),
+    Engine(
+        "ddp",
+        "DDP",
+        counterparts.ddp,
+        on=("compare", "memory", "bench", "plan", "watch", "conform"),
+        takes=("dtype", "bucket_mb"),
+        promise=((), 2),
+        casts=True,
+        shade=DARK,
+    ),
+    Engine(
+        "zero1",
+        "ZeRO-1",
+        zero1,
+        on=("compare", "memory", "bench", "plan", "watch", "conform"),
+        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
+        promise=(OPTIMIZER, 3),
+        counterpart="zero_redundancy_optimizer",
+        shade=LIGHT,
+        mark="s",
+    ),
+    Engine(
+        "zero1_2psi",
+        "ZeRO-1 (the paper's, 2Ψ)",
+        zero1_2psi,
+        on=("plan", "scale"),
+        takes=("dtype", "mesh", "offload_policy", "bucket_mb"),
+        promise=(OPTIMIZER, 2),
+        line="-.",
+        mark="v",
+    ),
+    Engine(
+        "zero_redundancy_optimizer",
+        "ZeroRedundancyOptimizer",
+        counterparts.zero_redundancy_optimizer,
+        on=("compare", "bench", "conform"),
+        takes=("dtype",),
+        promise=(OPTIMIZER, 3),
+        casts=True,
+        shade=LIGHT,
+        line="--",
+        mark="s",
+    ),
+    Engine(
+        "zero2",
+        "ZeRO-2",
+        zero2,
+        on=("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
+        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
+        promise=(GRADIENTS, 2),
+        counterpart="fsdp2_no_reshard",
+        mark="^",
+    ),
+    Engine(
+        "fsdp2_no_reshard",
+        "FSDP2 without resharding",
+        counterparts.fsdp2_no_reshard,
+        on=("compare", "memory", "bench", "plan", "conform"),
+        takes=("dtype", "mesh", "offload_policy"),
+        promise=(EVERYTHING, 2),
+        line="--",
+        mark="^",
+    ),
+    Engine(
+        "hybrid",
+        "hybrid sharding (ZeRO-3 in each node)",
+        zero3,
+        on=("plan",),
+        takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
+        rows=True,
+        line="-.",
+        mark="P",
+    ),
+    Engine(
+        "zero3",
+        "ZeRO-3",
+        zero3,
+        on=("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
+        takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
+        promise=(EVERYTHING, 3),
+        counterpart="fsdp2",
+        shade=DARK,
+        mark="D",
+    ),
+    Engine(
+        "zero3-prefetch0",
+        "ZeRO-3, prefetch 0",
+        zero3_without_prefetch,
+        on=("watch",),
+        takes=("dtype", "mesh", "offload_policy"),
+        promise=(EVERYTHING, 3),
+        shade=DARK,
+        line=":",
+        mark="d",
+    ),
+    Engine(
+        "fsdp2",
+        "FSDP2",
+        counterparts.fsdp2,
+        on=("compare", "memory", "bench", "plan", "watch", "conform"),
+        takes=("dtype", "mesh", "offload_policy"),
+        promise=(EVERYTHING, 3),
+        shade=DARK,
+        line="--",
+        mark="D",
+    ),
+    Engine(
+        "fsdp1",
+        "FSDP1",
+        counterparts.fsdp1,
+        takes=("dtype",),
+        promise=(EVERYTHING, 3),
+        line=":",
+        mark="<",
+    ),
+    Engine(
+        "fsdp1_article",
+        "FSDP1, wrapped by size",
+        counterparts.fsdp1_article,
+        takes=("dtype",),
+        promise=(EVERYTHING, 3),
+        line=":",
+        mark=">",
+    ),
+    # DeepSpeed's default for its first stage, `use_multi_rank_bucket_allreduce`, is said to all-reduce.
+    Engine(
+        "deepspeed1",
+        "DeepSpeed, stage 1",
+        deepspeed_engine.stage1,
+        on=("conform",),
+        takes=("dtype",),
+        promise=(OPTIMIZER, 3),
+        exact=False,
+        needs="deepspeed",
+        line="-.",
+        mark="s",
+    ),
+    Engine(
+        "deepspeed2",
+        "DeepSpeed, stage 2",
+        deepspeed_engine.stage2,
+        on=("conform",),
+        takes=("dtype",),
+        promise=(GRADIENTS, 3),
+        exact=False,
+        needs="deepspeed",
+        line="-.",
+        mark="^",
+    ),
+    Engine(
+        "deepspeed3",
+        "DeepSpeed, stage 3",
+        deepspeed_engine.stage3,
+        on=("conform",),
+        takes=("dtype",),
+        promise=(EVERYTHING, 3),
+        exact=False,
+        needs="deepspeed",
+        line="-.",
+        mark="D",
+    ),
+]
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ENTRIES}
+PAIRS = tuple((engine.name, engine.counterpart) for engine in _ENTRIES if engine.counterpart)
 
 
 def named(command: str) -> tuple[str, ...]:
@@ -104,12 +303,12 @@ def named(command: str) -> tuple[str, ...]:
 
 
 def installed(name: str) -> bool:
-    """Whether the package that the engine `name` needs is there."""
+    """Whether the package that the engine `name` needs is installed."""
     return ENGINES[name].needs is None or importlib.util.find_spec(ENGINES[name].needs) is not None
 
 
 def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None) -> list[str]:
-    """The engines of an option `--engines a,b` (None: the command's own), each once.
+    """The engines of an option `--engines a,b` (None: the command's default), each once.
 
     `known` are those that the command can run (default: all). Raises ValueError for another name, and for none.
     """
@@ -121,18 +320,19 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
             raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
         if not installed(name):
             package = ENGINES[name].needs
-            raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' brings it")
+            raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' installs it")
     if not names:
         raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
     return names
 
 
-def build(name: str, model: nn.Module, optimizer_cls, device: torch.device, **options):
+def build(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, **options):
     """The engine `name` around `model`. Options that are None are left to the engine.
 
-    Raises ValueError for an option that it does not take.
+    Raises ValueError for an option that it does not support.
     """
-    engine, options = ENGINES[name], {key: value for key, value in options.items() if value is not None}
-    if unknown := sorted(options.keys() - engine.takes):
+    engine = ENGINES[name]
+    options = {key: value for key, value in options.items() if value is not None}
+    if unknown := sorted(options.keys() - set(engine.takes)):
         raise ValueError(f"{name} takes no {unknown[0]}; it takes: {', '.join(sorted(engine.takes))}")
-    return engine.build(model, optimizer_cls, device, **options)
+    return engine.build(model, optimizer, device, **options)

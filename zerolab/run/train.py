@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,10 +71,11 @@ class Training:
         config = preset(options.preset)
         self.options, self.me, self.step = options, me, 0
         self.batches = Batches(text, options.global_batch, config.seq, options.seed, me.device)
-        adamw = partial(torch.optim.AdamW, lr=options.lr, weight_decay=0.1, fused=me.device.type != "cpu")
         model = GPT(config, options.seed).to(me.device)
+        on_gpu = me.device.type != "cpu"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, fused=on_gpu)
         more = {"dtype": engines.DTYPES[options.dtype], "engine": True}  # and no chapter, which cannot clip
-        self.engine = engines.build(options.stage, model, adamw, me.device, **more)
+        self.engine = engines.build(options.stage, model, optimizer, me.device, **more)
         self.saving = self.journal = None
 
     def progress(self) -> None:
