@@ -46,7 +46,8 @@ class Pair:
             model = model.to(engine.dtype)
         self.plain = model
         if start is None:
-            start = different_on_ranks(model) if engine.broadcasts else copy.deepcopy(model)
+            # The first of the ranks has the correct start. The others must get it from there.
+            start = different_on_ranks(model) if engine.broadcasts and self.rank else copy.deepcopy(model)
         self.model = start
         make = [make_optimizer(groups(each) if groups else each.parameters()) for each in (self.plain, self.model)]
         self.optimizer, mine = make

@@ -184,10 +184,8 @@ def gathered(model):
 
 @pytest.mark.ranks(2, long=(1, 3, 4))
 @pytest.mark.stages("zero3")
-@pytest.mark.parametrize("model", ["Recomputed", "Twice", "Tied"])
-@pytest.mark.parametrize(
-    "prefetch", [1, pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("model", ["Recomputed", "Blocks", "Tied"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_zero3_frees_what_it_gathers(engine, model, prefetch):
     """The root, the unit at work and those prefetched have memory at any time, and nothing between the steps."""
     model = seeded(MODELS[model], dtype=torch.float32)

@@ -21,7 +21,7 @@ class Choices(nn.Module):
         self.early = nn.Parameter(torch.randn(5))
         self.blocks = nn.ModuleList(Adapted() for _ in range(3))
         self.spare = nn.ModuleList([nn.Linear(5, 5)])
-        self.heads = nn.ModuleList(nn.ModuleList([nn.Linear(5, 3)]) for _ in range(2))
+        self.heads = nn.ModuleDict({"first": nn.Linear(5, 3), "second": nn.Linear(5, 3)})  # of the root
         self.never = nn.Parameter(torch.randn(5))
 
     def forward(self, tokens, choice, early, spare):
@@ -32,7 +32,7 @@ class Choices(nn.Module):
             x = block(x, choice)
         if spare:
             x = self.spare[0](x)
-        first, second = (head[0](x) for head in self.heads)
+        first, second = (head(x) for head in self.heads.values())
         return second if choice else first
 
 
@@ -160,9 +160,9 @@ def test_a_step_without_a_backward_is_refused(engine):
     trained.step()
 
 
-@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.stages("zero2", "zero3")
 def test_a_sparse_gradient_is_refused_by_name(engine):
-    """A flat buffer has no place for it."""
+    """It cannot be sent. In ZeRO-1 autograd adds it to the bucket's buffer, which is correct."""
     pair = Pair(engine, seeded(Blocks))
     pair.model.embedding.sparse = True
     with pytest.raises(RuntimeError, match=r"'embedding.weight'.*sparse"):

@@ -26,6 +26,7 @@ from zerolab.engine import (
 )
 from zerolab.engine.bucket import EngineBucket, EngineReduction, EngineUnit, to_optimizer
 from zerolab.engine.options import Options
+from zerolab.engine.together import on_all_ranks
 
 
 class Engine:
@@ -176,6 +177,10 @@ class BucketEngine(Engine):
         if self.options.param_dtype is not None:
             for module in (self.model, *default_units(self.model)):
                 precision.cast_inputs(module, self.options.param_dtype)
+
+    def check(self):
+        super().check()
+        on_all_ranks(lambda: checks.check_has_values(self.model), self.options.everyone)
 
     def partition(self, bucket_mb):
         """Step 0. In mixed precision a frozen parameter has a bucket of its own, whose shards keep the exact values."""
