@@ -23,7 +23,7 @@ OPTIONS = {"alone": {}, "mixed precision": {"param_dtype": torch.bfloat16, "redu
 def test_offload_changes_no_value(engine, options):
     """Losses, norms and weights are correct with offload, through micro-batches and clipping.
 
-    On four ranks these are replicas and shards. Here both memories are the host's. On a GPU the same lines copy between two.
+    On four ranks there are replicas, too. Both memories are the host's here; on a GPU the same lines copy between two.
     """
     options = {**OPTIONS[options], "offload_policy": CPUOffloadPolicy(pin_memory=True)}
     if dist.get_world_size() == 4:

@@ -169,8 +169,8 @@ def check_has_values(model):
     on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if on_meta:
         raise ValueError(
-            f"{some(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and initialize "
-            "the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
+            f"{some(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
+            "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
         )
 
 
