@@ -52,11 +52,14 @@ class ZeRO1:
                   all ranks, because the mean over ranks is the mean over samples only then.
     Raises        in `check`, before anything is sent. In `step()`, for a `param.grad` that is no longer the one made
                   here (`model.zero_grad()`, `param.grad = None`, `backward(create_graph=True)`), and after
-                  `optimizer.zero_grad()`. In `optimizer.step()` or a GradScaler's, where `engine.step()` was needed.
+                  `optimizer.zero_grad()`. In `optimizer.step()`, called by you or by a GradScaler, before the gradients
+                  are reduced.
     Not detected  - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build, or written to by
                     the forward itself (`Embedding(max_norm=...)`, on each rank for its own batch).
                   - A model that differs between ranks, or a rank that does not call `step()`: the others wait.
                   - torch's `clip_grad_norm_`: it clips by the norm of this rank's local gradients.
+                  - `optimizer.zero_grad(set_to_none=False)`, which clears a part of the gradients.
+                  - `optimizer.step()` after your own `reduce_gradients()`: the new weights are not gathered.
                   - Optimizers that look at whole tensors (LAMB, 8-bit states chosen by size): they see flat shards.
                   - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
                   - A second stage over the same model. A copy or a pickle of the stage.
@@ -68,7 +71,8 @@ class ZeRO1:
         self.group = group
         self.check()
         self.world_size = dist.get_world_size(group)
-        self.reduced = False  # True from step 3 to the next `zero_grad()`
+        self.reduced = False  # True from step 3 to the end of `step()`
+        self.cleared = True  # True from `zero_grad()` to step 3
         with record_function("step 0 partition"), torch.no_grad():
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
@@ -120,6 +124,7 @@ class ZeRO1:
             self.optimizer.step()  # now this rank's shard of the weights is new, and the others are stale
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
+        self.reduced = False
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
@@ -129,12 +134,15 @@ class ZeRO1:
         collectives one after the other in any case. But if each were waited for first, a CPU would queue the next one
         late, and a GPU could not divide one bucket while the next one travels.
         """
+        if self.reduced:
+            return  # you called it before `step()`, and may have changed the gradients of the shards since then
         self.check_gradients()  # of all buckets, before anything is sent
         works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
             work.wait()  # on a CPU Python waits here; on a GPU only the kernels queued after this wait
             self.finish_reduce(bucket)
         self.reduced = True
+        self.cleared = False
 
     def start_reduce(self, bucket):
         return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
@@ -153,7 +161,7 @@ class ZeRO1:
                         "in place, clear them with zero_grad() of this stage and not of the model, and call backward() "
                         "without create_graph=True. Call zero_grad() of this stage now, and then the next forward"
                     )
-            if self.reduced and bucket.shard.grad is None:
+            if bucket.shard.grad is None and not self.cleared:
                 raise RuntimeError(
                     "optimizer.zero_grad() cleared this rank's shard only, so the gradients of the last step are still "
                     "in the buckets. Call zero_grad() of this stage instead"
@@ -162,6 +170,7 @@ class ZeRO1:
     def zero_grad(self):
         """Clear all gradients, after `step()`."""
         self.reduced = False
+        self.cleared = True
         for bucket in self.buckets:
             bucket.gradient.zero_()
             bucket.shard.grad = None  # until step 3 there is no mean
@@ -308,7 +317,7 @@ def broadcast_whole(tensors, group):
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
             dist.broadcast(as_bytes, group_src=0, group=group)
             if whole is not tensor:
-                tensor.copy_(whole)
+                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
 
 
 def group_by_size(model, bucket_mb):

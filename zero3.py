@@ -36,7 +36,7 @@ from zero2 import Reduction, check_complete, check_gradient, weak_hook
 class ZeRO3:
     """Train `model` on several ranks, each of which keeps 1/N of optimizer state, gradients and parameters.
 
-    Arguments and use are those of `ZeRO1`, with these in place of buckets:
+    Arguments and use are as in `ZeRO1`, with these in place of buckets:
 
     units       the modules to gather and free as one, in the order in which they run. Default: `default_units`
     prefetch    how many units ahead to gather
@@ -45,18 +45,22 @@ class ZeRO3:
     before a step send 3kΨ. Call the stage, not the model.
 
     Trains        as ZeRO-2, with activation checkpointing (`use_reentrant=False`) of whole units, and with units that
-                  run more than once.
-    Raises        what ZeRO-2 raises, and for a unit with parameters of several dtypes.
+                  run more than once, which stay gathered between their backwards.
+    Raises        what ZeRO-2 raises.
     Not detected  What ZeRO-2 does not detect, and a freed weight that is read. Depending on the operation this is an
                   error of torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
                   gathered ahead but not waited for. It happens with
-                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing or changing a weight;
+                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
+                    (`load_state_dict`) a weight;
                   - a module of the model that is called by itself, or weights that are used outside the forward of
-                    their unit: in the loss, returned, kept, or by another module;
-                  - a part of a unit, or of the root, that is recomputed by itself; a reentrant checkpoint;
-                  - gradients that are taken in forward, or through a backward (`create_graph=True`).
-                  A rank that runs units in another order or alone (`if rank == 0: evaluate()`): the others wait, or
-                  gather a different unit into this one.
+                    their unit: in the loss, returned, kept, by another module, or by a forward hook that you register
+                    after the build;
+                  - a reentrant checkpoint, and a head that is recomputed by itself if an evaluation comes between its
+                    forward and its backward;
+                  - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
+                  A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they
+                  wait, or gather a different unit into this one. `torch.autograd.grad` between backward and `step()`
+                  counts as a backward that brought no gradients: `step()` raises.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -110,7 +114,7 @@ class ZeRO3:
 
         The root is used before the first unit and after the last one, so its neighbours are these.
         """
-        ahead = prefetch if self.world_size > 1 else 0  # one rank alone waits for nothing
+        ahead = prefetch if self.world_size > 1 else 0  # a single rank waits for nothing
         inner = [unit for unit in self.units if unit.module is not self.model]
         for index, unit in enumerate(inner):
             unit.following = inner[index + 1 : index + 1 + ahead]
@@ -293,7 +297,7 @@ class ZeRO3:
         check_complete(self.units)
 
     def zero_grad(self):
-        """Clear all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
         self.receive()  # else the next step would receive it, and add it
         self.expect_gradients()
         for unit in self.units:
@@ -361,7 +365,7 @@ class Unit(Bucket):
 def default_units(module):
     """The modules that become units: the entries of every outermost ModuleList or Sequential.
 
-    An entry without a forward of its own only holds other modules. It is never called, so it is looked into.
+    An entry without its own forward only holds other modules. It is never called, so it is looked into.
     """
     found = []
     for child in module.children():
