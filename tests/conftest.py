@@ -73,7 +73,7 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also what takes long (tests/long.txt)")
     parser.addoption("--thorough", action="store_true", help="further sizes and options of what other tests hold")
     # For tests/conformance. They are here because pytest reads options before it comes to a folder below.
-    parser.addoption("--engine", action="append", default=[], metavar="NAME|FILE.py", help="ask this engine (repeatable)")
+    parser.addoption("--engine", action="append", default=[], metavar="NAME|FILE", help="ask this engine (repeatable)")
     parser.addoption("--ranks", type=int, help="where a test supports it, on so many ranks")
     parser.addoption("--conform-json", metavar="FILE", help="where to write the outcomes of --engine")
     parser.addoption("--patience", type=int, metavar="SECONDS", help="how long a collective may take: 60")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ class Report:
     def __init__(self, config):
         self.config = config
         self.engines = {}
+        self.asked = None  # the engine of the last test
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items):
@@ -39,6 +41,22 @@ class Report:
         items[:] = [item for item in items if place(item)[0] < len(engines)]  # the command's own tests are not asked
         items.sort(key=place)
 
+    def pytest_runtest_setup(self, item):
+        engine = item.callspec.params["engine"]
+        if engine != self.asked:
+            self.asked = engine
+            names = self.config.getoption("engine")
+            self.say(f"{self.name_of(engine)} ({names.index(engine) + 1} of {len(names)})")
+
+    def say(self, line):
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.ensure_newline()
+        terminal.write_line(line)
+
+    @staticmethod
+    def name_of(engine):
+        return Path(engine).stem if os.sep in engine else engine
+
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown" or (report.when == "setup" and report.outcome == "passed"):
             return
@@ -53,8 +71,10 @@ class Report:
             message = report.longrepr[2].removeprefix("Skipped: ") if skipped else report.longreprtext
         if outcome in BAD or outcome == "refused":
             message = f"{message}\ncase: [{case}"
-        tests = self.engines.setdefault(Path(engine).stem if Path(engine).is_file() else engine, {})
+        tests = self.engines.setdefault(self.name_of(engine), {})
         one = {"outcome": outcome, "says": without_places(message)}
+        if outcome in BAD:
+            self.say(f"  {name}[{case}: {SIGNS[outcome]}: {last_line(one['says'])}")
         if name not in tests or WORST.index(outcome) < WORST.index(tests[name]["outcome"]):
             tests[name] = one
 
