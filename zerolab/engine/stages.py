@@ -216,7 +216,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
         """`param.grad` is finished. The chapter does not need to know; here it may have to move to the bucket."""
         bucket, index = self.place_of[param]
         bucket.used.add(param)
-        self.ready = False
+        self.ready = self.reduced = False  # what `reduce_gradients()` has reduced before is not all any more
         if bucket.grads[index] is None:
             bucket.place(bucket.gradient, index).add_(bucket.take_gradient(param))
 
@@ -376,6 +376,11 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Forward.
 
+    @torch.compiler.disable  # a compiled unit calls its hooks between two graphs
+    def before_forward(self, unit, module, inputs):
+        return super().before_forward(unit, module, inputs)
+
+    @torch.compiler.disable
     def after_forward(self, unit, module, inputs, output):
         if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
             super().after_forward(unit, module, inputs, output)
