@@ -72,19 +72,20 @@ def quick_python():
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also what takes long (tests/long.txt)")
     parser.addoption("--thorough", action="store_true", help="further sizes and options of what other tests hold")
+    # For tests/conformance. They are here because pytest reads options before it comes to a folder below.
+    parser.addoption("--engine", action="append", default=[], metavar="NAME|FILE", help="ask this engine (repeatable)")
+    parser.addoption("--ranks", type=int, help="where a test supports it, on so many ranks")
+    parser.addoption("--conform-json", metavar="FILE", help="where to write the outcomes of --engine")
+    parser.addoption("--patience", type=int, metavar="SECONDS", help="how long a collective may take: 60")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: left to CI, and to who names it (tests/long.txt, --long)")
+    config.addinivalue_line("markers", "long: left to CI (tests/long.txt, --long, or -m long)")
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
-    asked = [f"({config.option.markexpr})"] if config.option.markexpr else []  # by -m
-    if not config.option.thorough:
-        asked.append("not thorough")
-        named = config.option.keyword or config.args_source is config.ArgsSource.ARGS
-        if not named and not config.option.long:
-            asked.append("not long")
-    config.option.markexpr = " and ".join(asked)
+    if not config.option.markexpr:
+        left_out = {"long": config.option.long, "thorough": config.option.thorough}
+        config.option.markexpr = " and ".join(f"not {name}" for name, asked in left_out.items() if not asked)
 
 
 # They share the runs of 7b; and test_train's story goes on meanwhile.

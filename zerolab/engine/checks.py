@@ -172,6 +172,16 @@ def check_model(model):
                 )
 
 
+def check_has_values(model):
+    """Raise ValueError for a model on the meta device. Only ZeRO-3 can give it values unit by unit."""
+    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{some(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
+            "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
+        )
+
+
 def check_units(model, units):
     """Raise ValueError for ZeRO-3's `units` that are not in the model, or overlap."""
     names = {module: name for name, module in model.named_modules()}

@@ -26,6 +26,7 @@ from zerolab.engine import (
 )
 from zerolab.engine.bucket import EngineBucket, EngineReduction, EngineUnit, to_optimizer
 from zerolab.engine.options import Options
+from zerolab.engine.together import on_all_ranks
 
 
 class Engine:
@@ -175,6 +176,10 @@ class BucketEngine(Engine):
         if self.options.param_dtype is not None:
             for module in (self.model, *default_units(self.model)):
                 precision.cast_inputs(module, self.options.param_dtype)
+
+    def check(self):
+        super().check()
+        on_all_ranks(lambda: checks.check_has_values(self.model), self.options.everyone)
 
     def partition(self, bucket_mb):
         """Step 0. In mixed precision a frozen parameter has a bucket of its own, whose shards keep the exact values."""
@@ -371,6 +376,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Forward.
 
+    @torch.compiler.disable  # a compiled unit calls its hooks between two graphs
     def before_forward(self, unit, module, inputs):
         if in_backward():
             # A checkpoint runs several units again, one after the other. Backward has not come to them yet, so it does
@@ -379,6 +385,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         else:
             super().before_forward(unit, module, inputs)
 
+    @torch.compiler.disable
     def after_forward(self, unit, module, inputs, output):
         if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
             super().after_forward(unit, module, inputs, output)
