@@ -29,7 +29,7 @@ from zerolab.properties.property import library
 from zerolab.run import options as common
 from zerolab.run.command_line import Parser, one_line
 from zerolab.run.ranks import ROOT
-from zerolab.teach import articles, changes, written
+from zerolab.teach import articles, written
 from zerolab.teach.articles.__main__ import counts, markdown
 from zerolab.teach.museum.exhibits import EXHIBITS
 
@@ -155,20 +155,6 @@ def article(name: str) -> str:
     return markdown([row for row in result("articles.json") if row["article"] == articles.ARTICLES[name]])
 
 
-def changes_between(first: str, second: str) -> str:
-    """What `./launch.sh changes first second` prints, as GitHub colours it."""
-    return f"```diff\n{changes.report(first, second)}\n```"
-
-
-def outline(name: str) -> str:
-    """The methods of a chapter's class that say what they do, in the order of its file."""
-    chapter, rows = changes.CHAPTERS[name], []
-    for method, function in changes.methods_of(chapter).items():
-        if said := changes.words(function):
-            rows.append([f"`{method}`", said])
-    return table(f"class `{chapter.__name__}` | what it does", rows)
-
-
 def exhibits() -> str:
     return f"{len(EXHIBITS)}"
 
@@ -221,8 +207,6 @@ BLOCKS = by_name(
     memory_state,
     article,
     claims,
-    changes_between,
-    outline,
     exhibits,
     exhibits_of,
     conformance,
