@@ -419,7 +419,7 @@ def in_backward():
 # `free_all` in `step`            a root that a forward without a backward left gathered is used with stale weights
 # `free_all` in `__call__`        the same after an evaluation, and its memory stays in use
 #
-# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+# The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state      7e9 parameters, N = 8: 14 GB
 #     peak   16Ψ/N + R + H + 4U - (R + 2U)/N, with prefetch 1 and without activations (R, U: bytes of root and unit)

@@ -1,4 +1,4 @@
-"""What the options change in a bucket, in a unit and in a reduction. Everything else is the chapters'."""
+"""The changes that options make to a bucket, a unit and a reduction. Everything else is the chapters'."""
 
 import torch
 
@@ -59,7 +59,7 @@ class EngineBucket(Bucket):
         return flat
 
     def make_shard(self):
-        """With mixed precision and offload the shard has memory of its own, also in ZeRO-1 and -2."""
+        """With mixed precision and offload the shard has its own memory, also in ZeRO-1 and -2."""
         shard = super().make_shard()
         dtype = precision.compute_dtype(self.params[0], self.options)
         if dtype != self.flat.dtype:

@@ -1,4 +1,4 @@
-"""What raises an error instead of training wrongly: everything that a user meets in the first week.
+"""Errors in place of wrong results: everything that a user meets in the first week.
 
 At the build, on all ranks and before anything is sent: models and options that cannot work, or that differ between
 ranks (`check_build`). At `step()`: a parameter without a gradient, or one that has left its buffer (`check_gradients`,
@@ -45,7 +45,7 @@ class EngineParameter(nn.Parameter):
         if bucket is not None and bucket.moved:
             raise RuntimeError(
                 f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
-                "engine.step() and engine.zero_grad() in place of torch's. To read or change gradients, call "
+                "engine.step() and engine.zero_grad(). To read or change gradients, call "
                 "engine.reduce_gradients(): they are in the parameters of the optimizer then"
             )
 
@@ -201,7 +201,7 @@ def check_units(model, units):
 
 
 def check_plain(gradient):
-    """Raise RuntimeError for a gradient with a graph of its own, which would be reduced and grow in every step."""
+    """Raise RuntimeError for a gradient that has its own graph, which would be reduced and grow in every step."""
     if gradient.requires_grad:
         raise RuntimeError(
             "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "

@@ -1,6 +1,6 @@
 """The three engines: the chapters plus options. The steps are the chapters', inherited.
 
-Each method here is a moment of a chapter that some option changes. What it changes is in the option's own file.
+Each method here is a moment of a chapter that some option changes. The option's own file says how.
 """
 
 import warnings
@@ -30,7 +30,7 @@ from zerolab.engine.together import on_all_ranks
 
 
 class Engine:
-    """What all three stages have. The arguments of every engine:
+    """The common part of all three stages. The arguments of every engine:
 
     model, optimizer   as for the chapters; the optimizer may have any number of parameter groups
     group              a process group, or a DeviceMesh of one dimension, or of two: (replicas, shards). Default: all
@@ -75,7 +75,7 @@ class Engine:
         checks.check_build(self.model, self.optimizer, self.options, **others)
 
     def broadcast_untrained(self):
-        """Frozen parameters are in buckets of their own, where an option needs that; buffers stay whole."""
+        """Frozen parameters are in separate buckets, where an option needs that; buffers stay whole."""
         buffers = [buffer for buffer in self.model.buffers() if not buffer.is_meta]
         broadcast_whole(buffers, self.group)
         replicas.broadcast_over(self.options.replicas, buffers)
@@ -169,7 +169,7 @@ class Engine:
 
 
 class BucketEngine(Engine):
-    """What ZeRO-1 and ZeRO-2 have in common."""
+    """The common part of ZeRO-1 and ZeRO-2."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -182,7 +182,7 @@ class BucketEngine(Engine):
         on_all_ranks(lambda: checks.check_has_values(self.model), self.options.everyone)
 
     def partition(self, bucket_mb):
-        """Step 0. In mixed precision a frozen parameter has a bucket of its own, whose shards keep the exact values."""
+        """Step 0. In mixed precision a frozen parameter has its own bucket, whose shards keep the exact values."""
         frozen = [pair for pair in self.model.named_parameters() if not pair[1].requires_grad]
         if self.options.param_dtype is None:
             broadcast_whole([param for _, param in frozen], self.group)
@@ -201,7 +201,7 @@ class BucketEngine(Engine):
 
 
 class ZeRO1Engine(BucketEngine, ZeRO1):
-    """ZeRO-1 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+    """ZeRO-1 with the options of `Engine` and the chapter's `bucket_mb`."""
 
     def __init__(self, *args, bucket_mb=None, **options):
         super().__init__(*args, bucket_mb=bucket_mb, **options)
@@ -241,7 +241,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
 
 
 class SendingEngine(Engine):
-    """What ZeRO-2 and ZeRO-3 have in common: gradients are sent while backward goes on."""
+    """The common part of ZeRO-2 and ZeRO-3: gradients are sent while backward goes on."""
 
     def make_reduction(self, bucket):
         return EngineReduction(bucket)
@@ -262,7 +262,7 @@ class SendingEngine(Engine):
 
 
 class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
-    """ZeRO-2 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+    """ZeRO-2 with the options of `Engine` and the chapter's `bucket_mb`."""
 
     def __init__(self, *args, bucket_mb=None, **options):
         self.backward_id = None
@@ -295,7 +295,7 @@ class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
 
 
 class ZeRO3Engine(SendingEngine, ZeRO3):
-    """ZeRO-3 with options: those of `Engine`, the chapter's `units` and `prefetch`, and
+    """ZeRO-3 with the options of `Engine`, the chapter's `units` and `prefetch`, and
 
     reshard_after_forward   False: units stay gathered from forward to backward. Sends 2Ψ per step and not 3Ψ
     init_fn, state_dict     where a model on the `meta` device gets its values from (meta.py)
@@ -422,7 +422,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         super().before_backward(unit)
 
     def leave(self, module):
-        """Backward moves on from `module`. What waited for this is over."""
+        """Backward moves on from `module`. The units that waited for this are done."""
         for unit in [unit for unit in self.waiting if unit.module is module]:
             self.waiting.remove(unit)
             unit.missing.clear()
