@@ -6,8 +6,8 @@ dimension has a part of the matrix and computes with it. An engine shards this l
 here returns its argument.
 
 **Pipelines.** A stage of `torch.distributed.pipelining` calls a module and knows no engine, so it gets
-`PipelineStage(AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches when all
-backwards are over. Gradients of ZeRO-2 and -3 have left `param.grad` by then, which is an error. So pass
+`PipelineStage(AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches
+when all backwards are over. Gradients of ZeRO-2 and -3 have left `param.grad` by then, which is an error. So pass
 `scale_grads=False` to the schedule, and divide the loss by the number of micro-batches.
 """
 
