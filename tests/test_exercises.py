@@ -110,7 +110,7 @@ def passes(pool, folder: Path, capsys, name: str, text: str, numbers: list[int])
 def fails(pool, folder: Path, capsys, name: str, text: str, numbers: list[int], said: str) -> None:
     verdicts = examine(pool, folder, name, text, numbers)
     printed = " ".join(capsys.readouterr().out.split())
-    assert any(verdict["status"] in ("failed", "error") for verdict in verdicts), printed
+    assert any(verdict["status"] in ("failed", "error", "hang") for verdict in verdicts), printed
     assert said in printed, printed
 
 

@@ -516,7 +516,7 @@ class MissingOnlyIfAllOfABucketAre:
 
 
 class LeavesOutPaddingBuckets:
-    found = "collectives"
+    found = "waits in"
 
     class ZeRO1:
         def reduce_gradients(self):
@@ -573,7 +573,7 @@ class SendsZeros:
 
 
 class GathersOneAfterTheOther:
-    found = "before the next is started"
+    found = "in flight"
 
     def gather_parameters(buckets):
         for bucket in buckets:

@@ -429,7 +429,7 @@ class MissingLookedForInOneBucket:
     class ZeRO2:
         def reduce_gradients(self):
             self.receive()
-            check_complete(self.buckets[-1:])
+            check_complete(self.buckets[:1])
 
 
 class MissingOnlyIfAllOfABucketAre:

@@ -365,7 +365,7 @@ class NotNotedAsFree:
 
 
 class ShardInFreedMemory:
-    found = "what make_shard returns"
+    found = ""
 
     class Unit:
         def make_shard(self):
@@ -482,7 +482,7 @@ class KeepsAfterForward:
 
 
 class OutputIsNotWatched:
-    found = "if a function keeps a view of a weight"
+    found = "collectives"
 
     class ZeRO3:
         def after_forward(self, unit, module, inputs, output):
@@ -491,7 +491,7 @@ class OutputIsNotWatched:
 
 
 class OutputsGradientIsNoSign:
-    found = "if a function keeps a view of a weight"
+    found = "collectives"
 
     class ZeRO3:
         def unpack(self, saved):
@@ -588,7 +588,7 @@ class LastReductionIsForgotten:
 
 
 class RootStays:
-    found = "allocated after call"
+    found = "of end_backward"
 
     class ZeRO3:
         def end_backward(self):

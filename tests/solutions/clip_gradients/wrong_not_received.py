@@ -1,4 +1,4 @@
-"""NoneType"""
+"""supposed to be defined"""
 
 import torch
 import torch.distributed as dist

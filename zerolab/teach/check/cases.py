@@ -196,7 +196,6 @@ OF_CHAPTER = {
         Case(partial(two_steps, make=models.Checkpointed), "if units are recomputed in backward"),
         Case(partial(two_steps, make=models.TwoCheckpointed), "if several units are recomputed together"),
         Case(partial(two_steps, make=models.BiasLast), "if a gradient is the first event of a backward"),
-        Case(partial(two_steps, make=models.Views), "if a function keeps a view of a weight"),
         Case(freed_unused, "if a unit is freed that is still being gathered"),
         Case(changed_in_place, "if a saved tensor is changed in place"),
         MISSING,

@@ -136,11 +136,15 @@ class Comparison:
     def compare(self) -> None:
         right, wrong = self.right, self.wrong
         times = Counter()
-        for one, other in zip(self.calls, wrong.calls):
+        for index, (one, other) in enumerate(zip(self.calls, wrong.calls)):
             times[one.name] += 1
             expect(one.name == other.name, f"the function called after {times[one.name] - 1} calls of {one.name}",
                    one.name, other.name)  # fmt: skip
-            self._compare_calls(f"call {times[one.name]} of {one.name}", one, other)
+            try:
+                self._compare_calls(f"call {times[one.name]} of {one.name}", one, other)
+            except Differs as difference:
+                difference.call = index
+                raise
         if wrong.ended is not None:
             self._compare_half_made()
             raise wrong.ended

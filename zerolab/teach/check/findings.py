@@ -7,6 +7,7 @@ class Differs(AssertionError):
     def __init__(self, what: str, expected, found):
         super().__init__(f"{what}: expected {expected}, found {found}")
         self.what, self.expected, self.found = what, str(expected), str(found)
+        self.call = None  # the index of the watched call after which it was found
 
 
 def expect(right, what: str, expected, found) -> None:

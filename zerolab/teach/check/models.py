@@ -111,40 +111,6 @@ class ChangedInPlace(Odd):
         return loss
 
 
-class KeepsAView(torch.autograd.Function):
-    """A linear layer that keeps a view of its weight, and does not save it by `save_for_backward`."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight.detach()
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if not ctx.weight.untyped_storage().nbytes():
-            raise RuntimeError("backward reads a weight that was freed, and not gathered again")
-        (x,) = ctx.saved_tensors
-        return gradient @ ctx.weight, gradient.t() @ x
-
-
-class View(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 5))
-
-    def forward(self, x):
-        return KeepsAView.apply(x, self.weight)
-
-
-class Views(Odd):
-    """Blocks whose weights autograd does not know as saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([View() for _ in range(3)])
-
-
 class Lanes(nn.Module):
     """Units that run in the order of `way`, without the one in `skip`."""
 

@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -33,9 +34,11 @@ WORST = ("error", "failed", "open", "died", "hang", "passed")
 def merge(verdicts: list[dict]) -> dict:
     """One verdict of all ranks' on one step: the worst, with what became of the other ranks."""
 
-    def badness(rank: int) -> tuple[int, bool]:
+    def badness(rank: int) -> tuple[int, bool, float]:
         status, error = verdicts[rank]["status"], verdicts[rank].get("error", "")
-        return WORST.index(status), "without a word" in error  # it may have been stopped because of another rank
+        stopped = "without a word" in error  # perhaps because of another rank
+        call = verdicts[rank].get("call")  # a rank that differs later may do so because of the first one
+        return WORST.index(status), stopped, math.inf if call is None else call
 
     worst, *rest = sorted(range(len(verdicts)), key=badness)
     status, others = verdicts[worst]["status"], []

@@ -120,11 +120,11 @@ def verdict_of(error: BaseException, recorder: Recorder) -> dict:
     lines = [frame.lineno for frame in trace if frame.filename == recorder.file]
     line, message = lines[-1] if lines else None, str(error)
     if isinstance(error, Differs):
-        found = {"what": error.what, "expected": error.expected, "found": error.found}
+        found = {"what": error.what, "expected": error.expected, "found": error.found, "call": error.call}
         return {"status": "failed", "line": line, **found}
     if isinstance(error, NotImplementedError) and line and message.startswith("Step "):
         return {"status": "open", "line": line, "task": message}
-    if isinstance(error, RuntimeError) and process_group.lost(message):
+    if isinstance(error, RuntimeError) and (process_group.lost(message) or "timeout" in message):
         return {"status": "hang", "line": line, "error": f"waits in {recorder.last}"}
     if explained := explanation(message):
         return {"status": "error", "line": line, "error": explained}

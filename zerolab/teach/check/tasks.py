@@ -84,7 +84,7 @@ def train(task: Task, cls: type, recorder: Recorder, seed: int) -> tuple[dict[st
                 numbers["in flight after backward"] = sum(each.in_flight for each in recorder.issued)
                 engine.step()
                 engine.zero_grad()
-    issued = recorder.issued
+    issued = list(recorder.issued)
     across = [each for each in issued if crosses(each) and "reduce" not in each.kind]
     numbers |= {"bytes sent": sent(issued), "collectives": len(issued), "bytes alive at the worst moment": memory.peak}
     numbers["bytes gathered across machines"] = sent(across)
@@ -226,7 +226,7 @@ def clip(cls: type, make, norm_type: float, max_norm: float, recorder: Recorder,
     expected = torch.linalg.vector_norm(whole, norm_type)
     recorder.begin(copies=False)
     norm = engine.clip_grad_norm_(max_norm, norm_type)
-    issued = recorder.issued
+    issued = list(recorder.issued)
     expect(isinstance(norm, torch.Tensor) and norm.dim() == 0, f"what clip_grad_norm_ returns {when}", "a 0-d tensor",
            type(norm).__name__)  # fmt: skip
     expect(norm.dtype == expected.dtype, f"the dtype of the norm {when}", expected.dtype, norm.dtype)
