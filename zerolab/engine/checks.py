@@ -8,6 +8,8 @@ The last two need the parameters' help. While an engine has a parameter, the obj
 `EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/using-an-engine.md.
 """
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +25,9 @@ set_grad = torch._C.TensorBase.grad.__set__
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    bucket = None  # the bucket that has it
+    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would, through autograd's
+    # graph, the parameter and the unit, keep the model alive forever.
+    bucket = None
 
     @property
     def grad(self):
@@ -38,7 +42,8 @@ class EngineParameter(nn.Parameter):
         set_grad(self, value)
 
     def _check_moved(self):
-        if self.bucket is not None and self.bucket.moved:
+        bucket = self.bucket and self.bucket()  # a copy of the parameter has none
+        if bucket is not None and bucket.moved:
             raise RuntimeError(
                 f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
                 "engine.step() and engine.zero_grad() in place of torch's. To read or change gradients, call "
@@ -80,7 +85,9 @@ def reads_values(function):
 
 
 def name_of(param):
-    bucket = param.bucket
+    bucket = param.bucket and param.bucket()
+    if bucket is None:
+        return "of an engine that is gone"
     return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
 
 
@@ -90,7 +97,7 @@ def adopt(buckets):
         for param in bucket.params:
             if type(param) is nn.Parameter:
                 param.__class__ = EngineParameter
-                param.bucket = bucket
+                param.bucket = weakref.ref(bucket)
 
 
 def mark_freed(params):
