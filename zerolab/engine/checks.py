@@ -26,7 +26,9 @@ without_checks = torch._C.DisableTorchFunctionSubclass  # else each look at a fr
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    bucket = staticmethod(lambda: None)  # a weak reference to the bucket that has it, which dies with the engine
+    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would, through autograd's
+    # graph, the parameter and the unit, keep the model alive forever.
+    bucket = None
 
     @property
     def grad(self):
@@ -41,7 +43,7 @@ class EngineParameter(nn.Parameter):
         set_grad(self, value)
 
     def _check_moved(self):
-        bucket = self.bucket()
+        bucket = bucket_of(self)
         if bucket is not None and bucket.moved:
             raise RuntimeError(
                 f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
@@ -83,10 +85,16 @@ def reads_values(function):
     return name not in METADATA
 
 
+def bucket_of(param):
+    """The bucket of a live engine that has `param`, or None. A copy of a parameter has none."""
+    reference = getattr(param, "bucket", None)
+    return reference and reference()
+
+
 def name_of(param):
-    bucket = param.bucket()
+    bucket = bucket_of(param)
     if bucket is None:
-        return "of an engine that was dropped"
+        return "of an engine that is gone"
     return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
 
 
@@ -96,8 +104,6 @@ def adopt(buckets):
         for param in bucket.params:
             if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped
                 param.__class__ = EngineParameter
-                # Weak, because an auxiliary loss that a module keeps holds the parameter through autograd's graph. A
-                # strong one would lead back to the module, in a circle that the garbage collector cannot see.
                 param.bucket = weakref.ref(bucket)
 
 
@@ -161,7 +167,7 @@ def check_model(model):
         raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
     owner = {}  # storage -> the parameter in it
     for name, param in model.named_parameters():
-        if isinstance(param, FreedParameter) or (isinstance(param, EngineParameter) and param.bucket() is not None):
+        if isinstance(param, FreedParameter) or bucket_of(param) is not None:
             raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
         if param.numel() and not param.is_meta:
             first = owner.setdefault(tensor_parallel.local(param).data_ptr(), name)
