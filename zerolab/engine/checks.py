@@ -26,8 +26,8 @@ without_checks = torch._C.DisableTorchFunctionSubclass  # else each look at a fr
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would, through autograd's
-    # graph, the parameter and the unit, keep the model alive forever.
+    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would keep the model
+    # alive forever, through autograd's graph, the parameter and the unit.
     bucket = None
 
     @property
@@ -87,8 +87,9 @@ def reads_values(function):
 
 def bucket_of(param):
     """The bucket of a live engine that has `param`, or None. A copy of a parameter has none."""
-    reference = getattr(param, "bucket", None)
-    return reference and reference()
+    if not isinstance(param, EngineParameter) or param.bucket is None:
+        return None
+    return param.bucket()
 
 
 def name_of(param):

@@ -104,23 +104,23 @@ class Engine:
 
         May be called before `step()`, to look at gradients or to change them. Raises RuntimeError as `step()` does.
         """
-        if self.ready:
-            return
-        checks.check_cleared(self.buckets)
-        self.set_moved(False)
-        with checks.without_checks():
-            super().reduce_gradients()
-        if self.options.offload_policy is not None:
-            offload.wait_for_copies(self.buckets[0].flat.device)
-        for bucket in self.buckets:
-            groups.hand_out_gradients(bucket)
-            bucket.handed_out = True
-        if self.options.find_unused:
-            unused.drop_unused(self.buckets, self.options.everyone)
+        if not self.ready:
+            checks.check_cleared(self.buckets)
+            self.set_moved(False)
+            with checks.without_checks():
+                super().reduce_gradients()
             for bucket in self.buckets:
-                bucket.handed_out = any(piece.grad is not None for piece in bucket.pieces.values())
-        self.ready = True
-        self.set_moved(True)
+                groups.hand_out_gradients(bucket)
+                bucket.handed_out = True
+            if self.options.find_unused:
+                unused.drop_unused(self.buckets, self.options.everyone)
+                for bucket in self.buckets:
+                    bucket.handed_out = any(piece.grad is not None for piece in bucket.pieces.values())
+            self.ready = True
+            self.set_moved(True)
+        if self.options.offload_policy is not None:
+            # Also in `step()` after a call of yours: a forward in between may still copy shards to the device.
+            offload.wait_for_copies(self.buckets[0].flat.device)
 
     def zero_grad(self):
         """The chapter's `zero_grad()`."""
