@@ -47,6 +47,8 @@ def test_the_symptom_is_what_differs_from_the_correct_stage(ranks, number):
     correct, wrong = zip(*ranks(2).run(visits, number=number))
     assert all(each["counted"] for each in correct), correct
     assert museum.differences(correct, wrong) == EXHIBITS[number].differs, museum.report(correct, wrong)
+    if wrong[0]["losses"]:
+        assert wrong[0]["losses"][0] == correct[0]["losses"][0], "they do not start with the same weights and batches"
     errors = " ".join(each["error"] or "" for each in wrong)
     for slip in ("AttributeError", "NameError", "ImportError", "TypeError"):
         assert slip not in errors, "a slip in the exhibit, and not its mistake"
