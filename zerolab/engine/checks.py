@@ -25,8 +25,8 @@ set_grad = torch._C.TensorBase.grad.__set__
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would, through autograd's
-    # graph, the parameter and the unit, keep the model alive forever.
+    # A weak reference to the bucket that has it. A strong one would keep a model alive that keeps a loss: the loss has
+    # the graph, the graph the parameter, the parameter the unit, and the unit its module.
     bucket = None
 
     @property
