@@ -93,7 +93,6 @@ TOGETHER = {
     "test_memory": "dry runs",
     "test_articles": "dry runs",
     "test_train": "2 ranks",
-    "test_properties": "2 ranks",
 }
 # What takes longest begins first, so that both workers end together. The others are short.
 LONGEST = ["2 ranks", "dry runs", "test_museum", "test_exercises", "3 ranks", "4 ranks", "test_ranks",

@@ -69,10 +69,12 @@ def numbers_of_ranks(test, wanted):
     return [*usual, *(pytest.param(number, marks=pytest.mark.long) for number in more)]
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py chooses a worker of xdist
 def pytest_collection_modifyitems(items):
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()):
             item.user_properties.append(("engine", item.callspec.params["engine"]))
+            item.add_marker(pytest.mark.xdist_group(f"{item.callspec.params['ranks']} ranks"))
 
 
 @pytest.hookimpl(tryfirst=True)

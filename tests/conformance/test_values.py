@@ -175,13 +175,12 @@ def test_a_step_on_integers_is_exact(engine, reduce_dtype):
 
 
 @pytest.mark.chapters
-@pytest.mark.parametrize("seed", [1, 2])
-def test_all_ranks_start_with_rank_0s_weights(engine, seed):
+def test_all_ranks_start_with_rank_0s_weights(engine):
     """A model that differs between ranks starts as rank 0's, frozen parameters and buffers, too."""
     if not engine.broadcasts:
         pytest.skip(f"{engine.name} wants equal weights on all ranks")
-    model = seeded(Frozen, seed=seed + 10 * dist.get_rank())
-    expected = seeded(Frozen, seed=seed)
+    model = seeded(Frozen, seed=10 * dist.get_rank())
+    expected = seeded(Frozen, seed=0)
     trained = engine(model, MOMENTUM(model.parameters()))
     for name, weight in engine.weights(trained).items():
         same(weight, expected.get_parameter(name).detach(), 0, name)
