@@ -287,9 +287,10 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
+        # What a forward without a backward has gathered becomes stale. A gather in flight still reads the shards.
+        self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
-        self.free_all()  # a forward without a backward has left the root gathered, with weights that are stale now
 
     def reduce_gradients(self):
         """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""

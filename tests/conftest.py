@@ -54,11 +54,12 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def on_gpus():
-    """`on_gpus(2)`: a pool of two ranks with a GPU each over NCCL, or over gloo where GPUs are shared."""
-    import torch
-    from pool import Pool
+    """`on_gpus(2, function, **arguments)` calls a function of a module on two ranks with GPUs (gpu_ranks.py)."""
+    from gpu_ranks import OnGpus
 
-    yield from pools(lambda size: Pool(size, "nccl" if size <= torch.cuda.device_count() else "gloo", device="cuda"))
+    ranks = OnGpus()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -309,7 +309,7 @@ def different_on_ranks(model):
     model = copy.deepcopy(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            in_memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            in_memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
             in_memory += dist.get_rank() / 10
     return model
 
