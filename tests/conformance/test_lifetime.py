@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import time
 import weakref
 from functools import partial
 
@@ -58,6 +59,10 @@ def test_a_dropped_engine_is_freed(engine, use):
     references = [weakref.ref(each) for each in things]
     del trained, model, things
     gc.collect()
+    deadline = time.monotonic() + 20  # gloo's thread lets go of a collective's buffers a moment after `wait()`
+    while any(each() is not None for each in references) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
     assert [type(each()).__name__ for each in references if each() is not None] == []
 
 
