@@ -19,7 +19,6 @@ Run it: ./launch.sh compare 2 --preset tiny
 """
 
 import argparse
-import copy
 import functools
 import gc
 import os
@@ -32,6 +31,7 @@ from functools import partial
 import torch
 
 from zerolab.measure import step_report, step_time, tables
+from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import let_go
@@ -102,14 +102,17 @@ class Referee:
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
+<<<<<<< HEAD
+=======
+        # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
+        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
+        # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. Drawn here, where
+        # no ledger counts them.
+        self.weights = None if me.device.type == "cpu" else self.model()
+>>>>>>> next
 
     def model(self) -> GPT:
         return GPT(preset(self.options.preset), self.options.seed)
-
-    @functools.cached_property
-    def weights(self) -> GPT:
-        """For models on a GPU: drawing a billion numbers on the host takes longer than copying them."""
-        return self.model()
 
     @functools.cached_property
     def offset(self) -> tuple[float, float]:
@@ -118,8 +121,7 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        on_cpu = self.me.device.type == "cpu"
-        model = self.model() if on_cpu else copy.deepcopy(self.weights).to(self.me.device)
+        model = self.model() if self.me.device.type == "cpu" else copied_to(self.me.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.
@@ -158,8 +160,8 @@ class Referee:
         gc.collect()
         self.meet(name)
         held = [seen.held.get(part, 0) for part in HELD]
-        seen_here = [*held, seen.peak, seen.sent_bytes, seen.reserved]
-        *held, peak, sent, reserved = map(int, process_group.largest(seen_here, self.me))
+        seen_here = [*held, seen.peak, seen.sent_bytes, seen.ledger_peak, seen.reserved]
+        *held, peak, sent, ledger_peak, reserved = map(int, process_group.largest(seen_here, self.me))
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
             "held_bytes": dict(zip(HELD, held)),
@@ -169,7 +171,7 @@ class Referee:
             "tokens_per_s": None,
         }
         if self.me.device.type != "cpu":
-            result["reserved_bytes"] = reserved
+            result |= {"ledger_peak_bytes": ledger_peak, "reserved_bytes": reserved}
         return result
 
     def _watched_training(self, name: str) -> tuple[list[torch.Tensor], Seen]:

@@ -20,7 +20,7 @@ Run and measure
 ./launch.sh memory [N] [options]        what each engine holds, needs, sends at 7B; needs no GPU
 ./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
 ./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
-./launch.sh report [FOLDER] [--quick]   all that is worth knowing of this machine, as a page
+./launch.sh report [FOLDER] [--minutes M]  what this machine shows, on a page, within M minutes (10)
 ./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
 ./launch.sh test [options]              the tests; options are pytest's, paths the project's
 ./launch.sh help                        this text; COMMAND --help lists the options of a command

@@ -52,35 +52,50 @@ class ZeRO1:
                   all ranks, because the mean over ranks is the mean over samples only then.
     Raises        in `check`, before anything is sent. In `step()`, for a `param.grad` that is no longer the one made
                   here (`model.zero_grad()`, `param.grad = None`, `backward(create_graph=True)`), and after
-                  `optimizer.zero_grad()`. In `optimizer.step()` or a GradScaler's, where `engine.step()` was needed.
+                  `optimizer.zero_grad()`. In `optimizer.step()`, called by you or by a GradScaler, before the gradients
+                  are reduced.
     Not detected  - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build, or written to by
                     the forward itself (`Embedding(max_norm=...)`, on each rank for its own batch).
                   - A model that differs between ranks, or a rank that does not call `step()`: the others wait.
                   - torch's `clip_grad_norm_`: it clips by the norm of this rank's local gradients.
+                  - `optimizer.zero_grad(set_to_none=False)`, which clears a part of the gradients.
+                  - After your own `reduce_gradients()`: another backward, which is not reduced any more, and
+                    `optimizer.step()`, which does not gather the new weights.
                   - Optimizers that look at whole tensors (LAMB, 8-bit states chosen by size): they see flat shards.
                   - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
                   - A second stage over the same model. A copy or a pickle of the stage.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = dist.get_world_size(group)
-        self.reduced = False  # True from step 3 to the next `zero_grad()`
+        self.reduced = False  # True from step 3 to the end of `step()`
+        self.cleared = True  # True from `zero_grad()` to step 3
         with record_function("step 0 partition"), torch.no_grad():
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         buckets = [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
         for bucket in buckets:
             bucket.make_gradient()
         return buckets
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
 
     def make_bucket(self, named_params):
         return Bucket(named_params, self.group)
@@ -110,6 +125,7 @@ class ZeRO1:
             self.optimizer.step()  # now this rank's shard of the weights is new, and the others are stale
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
+        self.reduced = False
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
@@ -119,12 +135,15 @@ class ZeRO1:
         collectives one after the other in any case. But if each were waited for first, a CPU would queue the next one
         late, and a GPU could not divide one bucket while the next one travels.
         """
+        if self.reduced:
+            return  # you called it before `step()`, and may have changed the gradients of the shards since then
         self.check_gradients()  # of all buckets, before anything is sent
         works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
             work.wait()  # on a CPU Python waits here; on a GPU only the kernels queued after this wait
             self.finish_reduce(bucket)
         self.reduced = True
+        self.cleared = False
 
     def start_reduce(self, bucket):
         return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
@@ -143,7 +162,7 @@ class ZeRO1:
                         "in place, clear them with zero_grad() of this stage and not of the model, and call backward() "
                         "without create_graph=True. Call zero_grad() of this stage now, and then the next forward"
                     )
-            if self.reduced and bucket.shard.grad is None:
+            if bucket.shard.grad is None and not self.cleared:
                 raise RuntimeError(
                     "optimizer.zero_grad() cleared this rank's shard only, so the gradients of the last step are still "
                     "in the buckets. Call zero_grad() of this stage instead"
@@ -152,6 +171,7 @@ class ZeRO1:
     def zero_grad(self):
         """Clear all gradients, after `step()`."""
         self.reduced = False
+        self.cleared = True
         for bucket in self.buckets:
             bucket.gradient.zero_()
             bucket.shard.grad = None  # until step 3 there is no mean
@@ -196,7 +216,7 @@ class Bucket:
         start = dist.get_rank(group) * self.shard_numel
         self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
         self.flat = self.flatten()
-        self.shard = self.make_shard()
+        self.shard = self.make_shard().requires_grad_(self.params[0].requires_grad)
         self.gradient = None  # ZeRO-1: see `make_gradient`
         self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not brought yet
 
@@ -216,7 +236,7 @@ class Bucket:
             # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Autograd does
             # not notice these writes, because `param.data = ...` keeps the parameter's own version counter.
             param.data = self.place(flat, index)
-        dist.broadcast(flat, group_src=0, group=self.group)  # all ranks start with rank 0's weights
+        broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
 
     def lay_out(self, tensors, dtype):
@@ -227,8 +247,8 @@ class Bucket:
         return flat
 
     def make_shard(self):
-        """What the optimizer updates: this rank's part of `flat`. A leaf, as optimizers require."""
-        return self.flat[self.own].detach().requires_grad_()
+        """What the optimizer updates: this rank's part of `flat`. A leaf of autograd's graph, as optimizers require."""
+        return self.flat[self.own].detach()
 
     def place(self, flat, index):
         """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
@@ -255,47 +275,54 @@ class Bucket:
         )
 
 
-def check(model, optimizer, group=None):
-    """Raise an error for what a stage cannot train, on every rank alike and before anything is sent."""
-    named = dict(model.named_parameters())
-    trained = {param: name for name, param in named.items() if param.requires_grad}
+def check_model(model, group):
+    """Raise an error if a stage cannot train the model here."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError("the model is wrapped in DistributedDataParallel, which averages gradients, too: remove DDP")
+    devices = {param.device for param in model.parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
+
+
+def check_optimizer(model, optimizer, several_groups=False):
+    """Raise an error if the optimizer does not fit the model, or cannot work on flat shards."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
     if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
         raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
-    if not trained:
-        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-    devices = {param.device for param in named.values()}
-    if len(devices) > 1 or next(iter(devices)).type == "meta":
-        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
-    if len(optimizer.param_groups) != 1:
+    if len(optimizer.param_groups) > 1 and not several_groups:
         raise ValueError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
         )
-    (param_group,) = optimizer.param_groups
-    left_out = [name for param, name in trained.items() if param not in set(param_group["params"])]
+    in_optimizer = {param for param_group in optimizer.param_groups for param in param_group["params"]}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    left_out = [name for name, param in trained.items() if param not in in_optimizer]
     if left_out:
         raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
-    foreign = set(param_group["params"]) - set(named.values())
+    foreign = in_optimizer - set(model.parameters())
     if foreign:
-        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's: build it anew")
+        raise ValueError(
+            f"the optimizer has {len(foreign)} tensors that are not parameters of the model: use model.parameters()"
+        )
     if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
 
-def broadcast_untrained(model, group):
-    """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and are left alone from then on."""
-    for tensor in (*model.parameters(), *model.buffers()):
+def broadcast_whole(tensors, group):
+    """Send rank 0's values of tensors that are not trained to all ranks."""
+    for tensor in tensors:
         if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
             whole = tensor.contiguous()  # a collective needs memory without gaps
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
             dist.broadcast(as_bytes, group_src=0, group=group)
             if whole is not tensor:
-                tensor.copy_(whole)
+                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
 
 
 def group_by_size(model, bucket_mb):
@@ -414,7 +441,7 @@ def main(stage):
 # `bucket.gradient /= ...`        gradients are N times too large, which AdamW hides and SGD does not
 # `bucket.gradient.zero_()`       the gradients of all steps add up
 # `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
-# `dist.broadcast` in `flatten`   each rank trains its own model, with the mean of gradients of different models
+# `broadcast_whole` in `flatten`  each rank trains its own model, with the mean of gradients of different models
 #
 # What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

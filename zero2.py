@@ -1,15 +1,16 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-A rank updates only its shard. Once the gradients of all ranks are summed, it does not need those of the other shards,
-so it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket, ZeRO-2
-sends the bucket in a reduce-scatter, which gives rank r only shard r of the sum. The local, whole gradients are freed.
+A rank updates only its shard. Once the gradients of all ranks are summed, it does not need the gradients of the other
+shards, so it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket,
+ZeRO-2 sends the bucket in a reduce-scatter, which gives rank r only shard r of the sum. The local, whole gradients are
+freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-A simple version keeps all gradients until backward is over, as the article says of its own. To do better, step 3 must
+A simple version keeps all gradients until backward is over, as the article's version does. To do better, step 3 must
 run inside step 2. Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
@@ -27,7 +28,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zero1 import Bucket, broadcast_untrained, check, gather_parameters, group_by_size, main, take_over
+from zero1 import (
+    Bucket,
+    broadcast_whole,
+    check_model,
+    check_optimizer,
+    gather_parameters,
+    group_by_size,
+    main,
+    take_over,
+)
 
 # torch 2.13 renamed this collective. Every rank sends a whole buffer and receives its shard of the sum.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,7 +46,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments and use are those of `ZeRO1`. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
+    Arguments and use are as in `ZeRO1`. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
 
     Trains        as ZeRO-1, but every trained parameter needs a gradient in every backward, on all ranks alike. An
                   unused parameter is an error: freeze it before the build.
@@ -47,15 +57,16 @@ class ZeRO2:
                   - `param.grad` is None after backward. `param.grad = None` changes nothing, and torch's
                     `clip_grad_norm_` and loops over `param.grad` find nothing. After `reduce_gradients()` the gradients
                     are in `optimizer.param_groups[0]["params"]`, this rank's shards.
+                  - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
                   - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added.
                   - A GradScaler: each rank would look for infs in its own shards only.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = dist.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.turn = 0  # the index of the bucket that is sent next
@@ -66,10 +77,20 @@ class ZeRO2:
         self.watch_gradients()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         return [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
 
     def make_bucket(self, named_params):
         return Bucket(named_params, self.group)
@@ -160,7 +181,7 @@ class ZeRO2:
         check_complete(self.buckets)
 
     def zero_grad(self):
-        """Clear all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
         self.receive()  # else the next step would receive it, and add it
         self.expect_gradients()
         for bucket in self.buckets:
@@ -200,7 +221,7 @@ class Reduction:
         self.deliver()
 
     def average(self):
-        self.shard /= self.bucket.world_size  # and not ReduceOp.AVG, which older versions of gloo compute wrongly
+        self.shard /= self.bucket.world_size  # and not ReduceOp.AVG, which is wrong in older versions of gloo
 
     def deliver(self):
         shard = self.bucket.shard
@@ -286,8 +307,9 @@ def weak_hook(method, *objects):
 #
 # Right before the last bucket is sent two have whole gradients: the one that backward has just finished, and the one in
 # flight. The first of them has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
-# collectives. Activations are largest early in backward, when there are hardly any gradients yet. So the peak of both
-# together usually comes early, and is less than the sum of their peaks.
+# collectives. (On CPUs the peak is B higher, because gloo copies the bucket that it reduces.) Activations are largest
+# early in backward, when there are hardly any gradients yet. So the peak of both together usually comes early, and is
+# less than the sum of their peaks.
 #
 # ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one,
 # and here the all-gather brings parameters, not gradients (paper, section 7).

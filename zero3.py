@@ -29,14 +29,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero1 import Bucket, broadcast_untrained, check, main, take_over
+from zero1 import Bucket, broadcast_whole, check_model, check_optimizer, main, take_over
 from zero2 import Reduction, check_complete, check_gradient, weak_hook
 
 
 class ZeRO3:
     """Train `model` on several ranks, each of which keeps 1/N of optimizer state, gradients and parameters.
 
-    Arguments and use are those of `ZeRO1`, with these in place of buckets:
+    Arguments and use are as in `ZeRO1`, with these in place of buckets:
 
     units       the modules to gather and free as one, in the order in which they run. Default: `default_units`
     prefetch    how many units ahead to gather
@@ -45,25 +45,29 @@ class ZeRO3:
     before a step send 3kΨ. Call the stage, not the model.
 
     Trains        as ZeRO-2, with activation checkpointing (`use_reentrant=False`) of whole units, and with units that
-                  run more than once.
-    Raises        what ZeRO-2 raises, and for a unit with parameters of several dtypes.
+                  run more than once, which stay gathered between their backwards.
+    Raises        what ZeRO-2 raises.
     Not detected  What ZeRO-2 does not detect, and a freed weight that is read. Depending on the operation this is an
                   error of torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
                   gathered ahead but not waited for. It happens with
-                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing or changing a weight;
+                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
+                    (`load_state_dict`) a weight;
                   - a module of the model that is called by itself, or weights that are used outside the forward of
-                    their unit: in the loss, returned, kept, or by another module;
-                  - a part of a unit, or of the root, that is recomputed by itself; a reentrant checkpoint;
-                  - gradients that are taken in forward, or through a backward (`create_graph=True`).
-                  A rank that runs units in another order or alone (`if rank == 0: evaluate()`): the others wait, or
-                  gather a different unit into this one.
+                    their unit: in the loss, returned, kept, by another module, or by a forward hook that you register
+                    after the build;
+                  - a reentrant checkpoint, and a head that is recomputed by itself if an evaluation comes between its
+                    forward and its backward;
+                  - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
+                  A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they
+                  wait, or gather a different unit into this one. `torch.autograd.grad` between backward and `step()`
+                  counts as a backward that brought no gradients: `step()` raises.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
-        check(model, optimizer, group)
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.check()
         self.world_size = torch.distributed.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.backward_id = None  # autograd's number of the backward that was noticed last
@@ -78,20 +82,31 @@ class ZeRO3:
         self.watch_gradients()
         self.zero_grad()
 
+    def check(self):
+        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
     def partition(self, modules):
         """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
-        broadcast_untrained(self.model, self.group)
+        self.broadcast_untrained()
         names = {module: name for name, module in self.model.named_modules()}
         units = []
         for module, named_params in parameters_by_unit(self.model, modules).items():
             units += self.make_units(names[module] or "root", module, named_params)
         return units
 
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
+
     def make_units(self, name, module, named_params):
-        """One unit for a module, or one per dtype, because a buffer has one dtype."""
+        """One unit for a module's trained parameters, or one per dtype, because a buffer has one dtype."""
         by_dtype = {}
-        for pair in named_params:
-            by_dtype.setdefault(pair[1].dtype, []).append(pair)
+        for param_name, param in named_params:
+            if param.requires_grad:
+                by_dtype.setdefault(param.dtype, []).append((param_name, param))
         return [Unit(name, module, pairs, self.group) for pairs in by_dtype.values()]
 
     def plan_prefetch(self, prefetch):
@@ -99,7 +114,7 @@ class ZeRO3:
 
         The root is used before the first unit and after the last one, so its neighbours are these.
         """
-        ahead = prefetch if self.world_size > 1 else 0  # one rank alone waits for nothing
+        ahead = prefetch if self.world_size > 1 else 0  # a single rank waits for nothing
         inner = [unit for unit in self.units if unit.module is not self.model]
         for index, unit in enumerate(inner):
             unit.following = inner[index + 1 : index + 1 + ahead]
@@ -123,7 +138,8 @@ class ZeRO3:
     def watch_gradients(self):
         """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
         for param in self.unit_of:
-            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
         # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
@@ -158,6 +174,10 @@ class ZeRO3:
         # Also the last unit, although backward soon gathers it again: head and loss come in between, and their
         # activations are among the largest.
         unit.free()
+        self.watch_output(unit, output)
+
+    def watch_output(self, unit, output):
+        """Have autograd call `on_output` when it has the gradient of one of the unit's outputs."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(weak_hook(self.on_output, unit))
@@ -185,7 +205,7 @@ class ZeRO3:
         return tensor
 
     def on_output(self, unit, gradient):
-        """Autograd calls this in backward when it has the gradient of an output of `unit`."""
+        """Backward has come to `unit`, perhaps."""
         self.notice_backward()
         if unit.missing:  # else the unit is done: this tensor was an input that it passed on
             self.before_backward(unit)
@@ -229,8 +249,12 @@ class ZeRO3:
         check_gradient(unit, param)
         unit.missing.remove(param)
         if not unit.missing:
-            unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
-            self.send(unit)
+            self.finish(unit)
+
+    def finish(self, unit):
+        """The unit's backward is over."""
+        unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
+        self.send(unit)
 
     def send(self, unit):
         """Step 3, first half, as in ZeRO-2: receive the previous unit, then send this one."""
@@ -273,7 +297,7 @@ class ZeRO3:
         check_complete(self.units)
 
     def zero_grad(self):
-        """Clear all gradients, also those of a backward that did not finish. Call it after `step()`."""
+        """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
         self.receive()  # else the next step would receive it, and add it
         self.expect_gradients()
         for unit in self.units:
@@ -309,8 +333,8 @@ class Unit(Bucket):
         self.free()
 
     def make_shard(self):
-        """Memory of its own, which survives when `flat` is freed."""
-        return self.flat[self.own].clone().requires_grad_()
+        """Its own memory, which survives when `flat` is freed."""
+        return self.flat[self.own].clone()
 
     def start_gather(self):
         """Step 5, first half. A gather is started before the computation that hides it, and waited for after."""
@@ -341,7 +365,7 @@ class Unit(Bucket):
 def default_units(module):
     """The modules that become units: the entries of every outermost ModuleList or Sequential.
 
-    An entry without a forward of its own only holds other modules. It is never called, so it is looked into.
+    An entry without its own forward only holds other modules. It is never called, so it is looked into.
     """
     found = []
     for child in module.children():
@@ -357,7 +381,7 @@ def default_units(module):
 def parameters_by_unit(model, modules):
     """{module: its [(name, parameter)]} for the modules that become units and, last, for the model as the root.
 
-    Every trained parameter is in exactly one of them. The root has what is in no unit, and what several modules share
+    Every parameter is in exactly one of them. The root has what is in no unit, and what several modules share
     that are not in the same unit (tied weights).
     """
     unit_around = {}  # module -> the unit that it is in
@@ -371,8 +395,7 @@ def parameters_by_unit(model, modules):
             home[param] = unit if home.get(param, unit) is unit else model
     held = {unit: [] for unit in (*modules, model)}
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            held[home[param]].append((name, param))
+        held[home[param]].append((name, param))
     return held
 
 

@@ -1,5 +1,5 @@
-"""Everything around the lesson, in four rooms: engine (what every stage needs), run (what starts and feeds a run),
-measure (instruments and dry runs), teach (exercises, museum, articles). A room imports from those before it only.
-"""
+"""Everything around the three chapters.
 
-from zerolab.engine import renamed_collectives  # noqa: F401  before anybody calls a collective
+engine (the second half of the lesson), run (what starts and feeds a run), measure (instruments and the dry run), teach
+(exercises, museum, articles). Each imports only from those before it.
+"""

@@ -7,4 +7,7 @@ if [ -z "${ZERO_CUDA_PYTHON:-}" ]; then
     exit
 fi
 chosen="test_cuda or referee or watch or trace or sweeps or allocators or races or missed or loads or exhibit or named"
-PYTHON=$ZERO_CUDA_PYTHON ./launch.sh test --simulated-gpus 2 tests/test_cuda.py extra/simulated_gpu -q -k "$chosen"
+export PYTHON=$ZERO_CUDA_PYTHON
+./launch.sh test --simulated-gpus 2 tests/test_cuda.py extra/simulated_gpu -q -k "$chosen"
+# What `./launch.sh report` runs on one GPU, with small models.
+./launch.sh test --simulated-gpus 1 extra/simulated_gpu/test_simulated.py -q -k rehearsed

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -70,17 +71,31 @@ def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
     assert [line["step"] for line in journal.read(folder)] == list(range(1, 203))
 
 
-def test_report(tmp_path, monkeypatch):
-    """Its page, of what it runs first on this machine and of its first two comparisons."""
-    all_commands = report.commands
+TOY = report.Sizes("toy", "toy", 2, ("toy",), 32, (), "tests/test_cuda.py -k allocators_peak")
+COMPARED = {"compare-2-fp32": (2, "gloo"), "compare-1-fp32": (1, "nccl"), "compare-1-bf16": (1, "nccl")}
+FILES = (*COMPARED, "host", "memory-toy", "sweeps", "trace-zero3")
 
-    def commands(*machine) -> list[str]:
-        first, *others = all_commands(*machine)
-        return [first, *[command for command in others if "compare" in command][:2]]
 
-    monkeypatch.setattr(report, "commands", commands)
-    assert report.main([str(tmp_path / "report"), "--quick"]) == 0
-    assert "Simulated GPU" in (tmp_path / "report" / "report.md").read_text()
+@pytest.mark.skipif(GPUS > 1, reason="the rehearsal is for one GPU: --simulated-gpus 1")
+def test_the_whole_report_of_one_gpu_is_rehearsed(tmp_path, monkeypatch):
+    """Every command that it would run on a real card starts, ends and writes its file; the models are small."""
+    folder = tmp_path / "report"
+    patient = [replace(command, limit=600) for command in report.on_one_gpu(str(folder), TOY)]  # limits are a GPU's
+    monkeypatch.setattr(report, "commands", lambda *_: patient)
+    assert report.main([str(folder), "--minutes", "60"]) == 0, (folder / "report.md").read_text()[:3000]
+    page = (folder / "report.md").read_text()
+    for command in patient:
+        assert f"`{command.line}`: done in " in page, page[:3000]
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in FILES}
+    assert sorted(file.stem for file in folder.glob("*.json")) == sorted(FILES)
+    for name, (number, backend) in COMPARED.items():
+        compared = found[name]
+        assert compared["match"] and (compared["world_size"], compared["backend"]) == (number, backend)
+        for run in compared["runs"].values():  # the allocator rounds up
+            assert run["step_ms"] > 0 and 0 < run["ledger_peak_bytes"] <= run["peak_bytes"]
+    for row in found["memory-toy"]["engines"].values():
+        assert row["peak_bytes"] > 0 and row["dry_run_peak_bytes"] > 0
+    assert {"zero3", "fsdp2"} <= {*found["host"]["host"]} and "Simulated GPU" in found["host"]["hardware"]
 
 
 def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path):

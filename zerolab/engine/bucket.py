@@ -1,248 +1,161 @@
-"""What real training adds to a bucket, to its reduction, and to ZeRO-3's unit, which may have several buckets."""
+"""What the options change in a bucket, in a unit and in a reduction. Everything else is the chapters'."""
 
 import torch
-from torch import nn
-from torch.profiler import record_function
 
-import zero1
-import zero2
-from zerolab.engine.hooks import GradientHook
-from zerolab.engine.options import precision
-from zerolab.engine.options.tensor_parallel import local
-from zerolab.engine.safety import guard
-from zerolab.engine.safety.waiting import NamedWork, name_some
+from zero1 import Bucket, all_gather
+from zero2 import Reduction
+from zero3 import Unit
+from zerolab.engine import checks, offload, precision, replicas
+from zerolab.engine.groups import cut
+from zerolab.engine.tensor_parallel import local, local_gradient
 
 
-class EngineBucket(zero1.Bucket):
-    """A bucket of an engine: frozen or trained parameters, in mixed precision, on replicas, in the host's memory.
+class EngineBucket(Bucket):
+    """A bucket of parameters that are all trained or all frozen. The chapter's tensors, and
 
-    `unit` is the name of ZeRO-3's unit, whose `flat` is freed as soon as this rank has its shard. `source`: see
-    `options/meta.py`.
+    pieces    {parameter: its part of `shard`}, what the optimizer updates (groups.py)
+    kept      {parameter: its whole gradient}, under `no_sync` (accumulation.py)
+    used      parameters that got a gradient since `zero_grad()` (unused.py)
+    moved     True while gradients have left `param.grad`: then reading it raises an error (checks.py)
     """
 
-    def __init__(self, named_params, placement, dtypes, unit: str | None = None, source=None):
-        self.names, params = zip(*named_params)
-        self.placement, self.unit, self.source = placement, unit, source
-        self.trained = params[0].requires_grad  # as all others of the bucket
-        self.shapes = [local(param).shape for param in params]
-        # The dtype to compute in, and the dtype to reduce gradients in.
-        self.param_dtype, self.reduce_dtype = precision.bucket_dtypes(params[0].dtype, *dtypes)
-        self.label = f"the bucket of {name_some(self.names)}" if unit is None else f"unit {unit!r}"  # in messages
-        self.used = set()  # numbers of the parameters that got a gradient since `zero_grad()`
-        self.kept = {}  # {number: its whole gradient} of earlier backwards, under `no_sync`
-        self.handles = []  # of the hooks on its parameters
-        super().__init__([(name, local(param)) for name, param in named_params], placement.group)
-        self.params = params  # under tensor parallelism `local` of each is what lies in `flat`
-        # (shape, strides, beginning) of each parameter's place: a view of a whole buffer in one operation.
-        strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
-        self.places = list(zip(self.shapes, strides, self.offsets))
-        self.divisors = precision.divisors(self.reduce_dtype, self.world_size)
-        self.rounded = precision.is_rounded(self)  # whether what is gathered is not the shard as it is
+    def __init__(self, *named, group, options):
+        *name_and_module, named_params = named
+        self.options = options
+        self.trained = named_params[0][1].requires_grad
+        # With tensor parallelism a parameter is a DTensor, and what this rank computes with is its local part.
+        locals_ = [(name, local(param)) for name, param in named_params]
+        self.shapes = [param.shape for _, param in locals_]
+        super().__init__(*name_and_module, locals_, group)
+        self.params = tuple(param for _, param in named_params)
+        self.pieces = {}
+        if self.trained:
+            self.pieces = {param: piece.detach().requires_grad_() for param, piece in cut(self, self.shard).items()}
+        self.kept = {}
+        self.used = set()
+        self.moved = False
+        self.handed_out = False  # whether pieces have their gradients
 
-    def alignment(self) -> int:
-        return precision.alignment(self.params[0], self.param_dtype)
+    # How parameters are laid out.
 
-    def flatten(self) -> torch.Tensor:
-        """As in the chapter, also for parameters on `meta`; replicas start from the same weights, too."""
-        on_meta = self.source.begin(self.names, self.params) if self.source is not None else []
-        flat = self.params[0].new_zeros(self.numel)
-        for index, param in enumerate(self.params):
-            place = self.place(flat, index)
-            place.copy_(param.detach())
-            param.data = place
-        if on_meta:
-            self.source.fill(on_meta)
-        torch.distributed.broadcast(precision.sendable(flat), group_src=0, group=self.placement.everyone)
-        return flat
+    def alignment(self):
+        return precision.alignment(self.params[0], self.options)
 
-    def make_pieces(self) -> list[torch.Tensor]:
-        if self.unit is not None:
-            self.shard = self.shard.clone()
-            self.flat.untyped_storage().resize_(0)
-        self.placement.adopt(self)  # in mixed precision or offload the shard gets its own memory
-        return [part.detach().requires_grad_(self.trained) for part in self.cut(self.shard)]
-
-    def place(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+    def place(self, flat, index):
         begin, shape = self.offsets[index], self.shapes[index]
         return flat[begin : begin + shape.numel()].view(shape)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's place in a whole buffer."""
-        return [self.place(flat, index) for index in range(len(self.params))]
+    def flatten(self):
+        flat = super().flatten()
+        replicas.broadcast_over(self.options.replicas, [flat])
+        return flat
 
-    def numbered(self, parts) -> list[tuple[int, torch.Tensor]]:
-        """(number of the parameter, part) of what `cut` returned, or of `pieces`."""
-        return [(index, part) for (index, _, _), part in zip(self.cuts, parts)]
+    def make_shard(self):
+        """With mixed precision and offload the shard has memory of its own, also in ZeRO-1 and -2."""
+        shard = super().make_shard()
+        dtype = precision.compute_dtype(self.params[0], self.options)
+        if dtype != self.flat.dtype:
+            if shard.untyped_storage()._cdata == self.flat.untyped_storage()._cdata:
+                shard = shard.clone()
+            self.flat = self.flat.to(dtype)
+            for index, param in enumerate(self.params):
+                param.data = self.place(self.flat, index)
+        if self.options.offload_policy is not None:
+            shard = offload.to_host(shard, self.options.offload_policy)
+            offload.wait_for_copies(self.flat.device)
+        return shard
 
-    def gather(self) -> NamedWork:
-        """As in the chapter; the shard is rounded first, in mixed precision, and comes from the host, in offload."""
-        whole, shard = precision.rounded(self) if self.rounded else (self.flat, self.shard)
-        work = zero1.all_gather(whole, shard, group=self.group, async_op=True)
-        return NamedWork(work, "all-gather", self)
+    # How they are gathered.
 
-    # Gradients, from autograd to the pieces.
+    def gather(self):
+        """The shard is rounded, or copied from the host, into its own place in `flat`, and sent from there."""
+        own = self.flat[self.own]
+        if self.shard.dtype == own.dtype and self.shard.device == own.device and own.is_floating_point():
+            return super().gather()
+        own.copy_(self.shard.detach(), non_blocking=True)
+        return all_gather(precision.as_bytes(self.flat), precision.as_bytes(own), group=self.group, async_op=True)
 
-    def watch(self, on_gradient) -> None:
-        """As in the chapter, by hooks that hold nobody alive."""
+    def gather_exact(self):
+        """All values in the shards' dtype, in a new buffer (numel,) on the device. A collective."""
+        shard = self.shard.detach().to(self.flat.device)
+        flat = shard.new_empty(self.numel)
+        all_gather(precision.as_bytes(flat), precision.as_bytes(shard), group=self.group)
+        return flat
+
+    # How gradients are reduced.
+
+    def gradient_dtype(self):
+        return precision.reduce_dtype(self.params[0], self.options)
+
+    def make_gradient(self):
+        """ZeRO-1. A `param.grad` must have its parameter's dtype, so it cannot always be a view of the buffer.
+
+        Where it is not, `ZeRO1Engine.on_gradient` adds it to the buffer, and `param.grad` stays None.
+        """
+        dtype = self.gradient_dtype()
+        self.gradient = torch.zeros(self.numel, dtype=dtype, device=self.flat.device)
+        self.grads = []
         for index, param in enumerate(self.params):
-            hook = GradientHook(on_gradient, self, index)
-            self.handles.append(param.register_post_accumulate_grad_hook(hook))
+            plain = dtype == self.flat.dtype and local(param) is param
+            self.grads.append(self.place(self.gradient, index) if plain else None)
 
-    def came(self, index: int) -> None:
-        """A gradient is finished. Raises RuntimeError for what would be reduced wrongly: a second, a sparse one, none.
-
-        Nobody removes it from `missing` here: that is the stage's.
-        """
-        if index not in self.missing:
-            raise RuntimeError(
-                f"a second gradient of {self.names[index]!r} came before its bucket was reduced: the backward before "
-                "this one was interrupted, or left a parameter without a gradient. Several losses of one forward: call "
-                "backward on their sum, or all but the last under engine.no_sync(). A step that leaves parameters "
-                "unused: build the engine with find_unused=True. After an error: call engine.zero_grad() before the "
-                "next forward"
-            )
-        param = self.params[index]
-        self.refuse_wrong(index, guard.gradient_of(param))
-        self.used.add(index)
-        param.zero_moved = True
-
-    def refuse_wrong(self, index: int, gradient) -> None:
-        if gradient is None:
-            raise RuntimeError(
-                f"the gradient of {self.names[index]!r} is gone: a hook has set param.grad = None, or requires_grad "
-                "was switched off between forward and backward. Let hooks change gradients and leave them there, and "
-                "switch requires_grad between two steps. Call engine.zero_grad() before the next forward"
-            )
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {self.names[index]!r} is sparse; build its embedding with sparse=False"
-            )
-
-    def take_gradient(self, index: int) -> torch.Tensor:
-        gradient = guard.take_gradient(self.params[index])
-        self.refuse_wrong(index, gradient)
-        return gradient
-
-    def keep(self, index: int) -> None:
-        """Under `no_sync`: move `param.grad` to `kept`, where several backwards add up in the reduce dtype."""
-        gradient = guard.take_gradient(self.params[index]).to(self.reduce_dtype)
-        if index in self.kept:
-            self.kept[index].add_(gradient)
-        else:
-            self.kept[index] = gradient
-
-    def take_gradients(self) -> list[torch.Tensor]:
-        """The whole gradient of each parameter, with what `no_sync` has kept; `param.grad` is None from now on.
-
-        A parameter without a gradient (`find_unused`) sends zeros.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # quick, also for freed parameters
-            gradients = [guard.take_gradient(param) for param in self.params]
-        for index, kept in self.kept.items():
-            gradients[index] = kept if gradients[index] is None else kept.add_(gradients[index])
-        self.kept = {}
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                gradients[index] = self.flat.new_zeros(()).expand(self.shapes[index])
-        return gradients
-
-    def add_to_pieces(self, shard: torch.Tensor) -> None:
-        """The end of step 3: each piece gets its part of the mean, in its own dtype. Backwards of one step add up."""
-        for piece, (_, begin, end) in zip(self.pieces, self.cuts):
-            part = shard[begin:end].to(piece.dtype)
-            gradient = guard.gradient_of(piece)
-            piece.grad = part if gradient is None else gradient.add_(part)
+    def take_gradient(self, param):
+        """`param.grad`, which is None from now on. Of a DTensor the local part."""
+        gradient = checks.get_grad(param)
+        checks.set_grad(param, None)
+        return None if gradient is None else local_gradient(gradient)
 
 
-class EngineReduction(zero2.Reduction):
-    """A reduction in the dtype that gradients are reduced in; its shard goes to replicas and to the host, if any."""
+class EngineUnit(EngineBucket, Unit):
+    """A unit whose weights raise an error when they are read while they are freed (checks.py)."""
 
-    def __init__(self, bucket):
-        self.bucket = bucket
-        self.flat = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
-        places = [self.flat.as_strided(*place) for place in bucket.places]
-        torch._foreach_copy_(places, bucket.take_gradients())  # in one call: quicker on a GPU
-        self.shard = self.flat.new_empty(bucket.shard_numel)
-        before, self.after = bucket.divisors
-        if before > 1:
-            self.flat.div_(before)
-        work = zero2.reduce_scatter(self.shard, self.flat, group=bucket.group, async_op=True)
-        self.work = NamedWork(work, "reduce-scatter", bucket)
+    def wait(self):
+        if self.work is not None:
+            super().wait()
+            checks.mark_gathered(self.params)
 
-    def finish(self) -> None:
-        self.work.wait()
-        self.flat = None
-        self.shard.div_(self.after)
-        placement = self.bucket.placement
-        if placement.elsewhere:
-            placement.deliver(self.bucket, self.shard)
-        else:
-            self.bucket.add_to_pieces(self.shard)
+    def free(self):
+        if self.allocated:
+            super().free()
+            checks.mark_freed(self.params)
 
 
-class EngineUnit:
-    """A module whose parameters are gathered and freed together.
+class EngineReduction(Reduction):
+    """A reduction in `reduce_dtype`, of what `no_sync` kept as well; its shard goes to replicas and to the host."""
 
-    It has one bucket as a rule, and one per kind where it mixes dtypes, or frozen and trained parameters.
-    """
+    def lay_out_gradients(self):
+        bucket = self.bucket
+        flat = torch.zeros(bucket.numel, dtype=bucket.gradient_dtype(), device=bucket.flat.device)
+        for index, param in enumerate(bucket.params):
+            gradient = bucket.take_gradient(param)
+            kept = bucket.kept.pop(param, None)
+            place = bucket.place(flat, index)
+            if kept is not None:
+                place.copy_(kept)
+            if gradient is not None:  # None: an unused parameter sends zeros
+                place.add_(gradient) if kept is not None else place.copy_(gradient)
+        bucket.moved = True
+        self.divide_first, self.divide_last = precision.divisors(flat.dtype, bucket.world_size)
+        if self.divide_first > 1:
+            flat /= self.divide_first
+        return flat
 
-    def __init__(self, name: str, module: nn.Module, named_params, engine, source):
-        self.name, self.module = name, module
-        self.placement = engine.placement
-        self.order = engine.order  # an error if another rank gathers another unit
-        kinds = {}
-        for param_name, param in named_params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
-        self.buckets = [EngineBucket(kind, engine.placement, engine.dtypes, name, source) for kind in kinds.values()]
-        self.trained_buckets = [bucket for bucket in self.buckets if bucket.trained]
-        self.params, self.pieces = [], []
-        for bucket in self.buckets:
-            self.params += bucket.params
-            self.pieces += bucket.pieces
-        self.pending = 0  # how many gradients of its inputs this backward has still to finish
-        self.told = False  # whether there are such gradients in this backward
-        self.works = []  # its all-gathers in flight
-        self.gathered = False  # whether its buffers have memory; what is in flight may still be missing
+    def average(self):
+        self.shard /= self.divide_last
+        replicas.average_over(self.bucket.options.replicas, self.shard)
 
-    @property
-    def missing(self) -> bool:
-        """Whether a gradient has still to come in this backward."""
-        return any([bucket.missing for bucket in self.trained_buckets])
+    def deliver(self):
+        self.shard = to_optimizer(self.bucket, self.shard)
+        super().deliver()
 
-    def watch(self, on_gradient) -> None:
-        for bucket in self.trained_buckets:
-            bucket.watch(on_gradient)
 
-    def start_gather(self) -> None:
-        """Step 5, first half. Nobody may use the unit before `wait`."""
-        if self.gathered:
-            return
-        self.order.next("all-gather", self)
-        with record_function("step 5 gather parameters"):
-            for bucket in self.buckets:
-                # On a GPU work runs in queues, called streams, and collectives have their own. The stream that computes
-                # frees this memory later, so it allocates it, too: the allocator can reuse it without a signal.
-                bucket.flat.untyped_storage().resize_(bucket.numel * bucket.flat.element_size())
-                if self.placement.elsewhere:
-                    with self.placement.copies_beside():  # offload only: a stream of its own for copies from the host
-                        self.works.append(bucket.gather())
-                else:
-                    self.works.append(bucket.gather())
-        self.gathered = True
-
-    def wait(self) -> None:
-        """Step 5, second half: from here on the unit may compute."""
-        if self.works:
-            while self.works:
-                self.works.pop(0).wait()
-            guard.open(self.params)  # using them was an error up to here
-
-    def free(self) -> None:
-        """Give back the memory of the gathered parameters. This rank's shard stays."""
-        if not self.gathered:
-            return
-        self.wait()  # never free a buffer that a collective still writes to
-        for bucket in self.buckets:
-            bucket.flat.untyped_storage().resize_(0)
-        self.gathered = False
-        guard.close(self.params)  # using them is an error from here on
+def to_optimizer(bucket, shard):
+    """A reduced shard in the dtype and on the device where the optimizer works."""
+    policy = bucket.options.offload_policy
+    shard = shard.to(bucket.shard.dtype)
+    if policy is None:
+        return shard
+    host = offload.to_host(shard, policy)
+    if bucket.shard.grad is not None:
+        offload.wait_for_copies(shard.device)  # the host adds to it
+    return host

@@ -1,48 +1,62 @@
-"""Process groups that an engine needs beside the caller's: each is made once, and has the timeout of the caller's."""
+"""Parameter groups: different learning rates or weight decays for different parameters.
 
-import hashlib
-from collections import Counter
+A chapter gives the optimizer one flat shard per bucket, and a flat shard has one learning rate. An engine gives it one
+**piece** per parameter instead: the elements of this parameter that are in this rank's shard. A piece is a view of the
+shard, so it costs no memory. It joins the group that its parameter was in, and keeps the group's options.
 
-import torch.distributed as dist
+    shard    000000000000111111111111222222222222     (the rank that owns it)
+    flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.
+    rank 1               aaa bbb cccc                 three pieces: the end of a, all of b, the start of c
 
-from zerolab.engine import accelerator
+Groups were chosen on the real parameters, by shape, name or mark, before the engine took the optimizer over. A rank
+that owns nothing of a group has an empty group. The price: AdamW keeps a 4-byte step counter per piece, and updates
+many small tensors instead of a few large ones.
 
-_made: dict[tuple, dist.ProcessGroup] = {}  # (name of the caller's group, backend, ranks) -> the group
-_times = Counter()  # how often these ranks have made a group
-
-
-def alone(group) -> bool:
-    """Whether there is nobody to compare with."""
-    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-
-
-def beside(group, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group of `ranks` (global numbers; default: those of `group`) over `backend`. A collective of these ranks."""
-    group = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
-    key = (group.group_name, backend, *ranks)
-    if _made.get(key) not in dist.distributed_c10d._world.pg_map:  # there is none, or it was destroyed since
-        _made[key] = new(ranks, backend, timeout=_timeout(group))
-    return _made[key]
+DeepSpeed flattens each group into a buffer of its own. FSDP2 keeps one DTensor per parameter.
+"""
 
 
-def new(ranks: list[int], backend: str, timeout=None) -> dist.ProcessGroup:
-    """Another group of `ranks`; the default is torch's own timeout. A collective of these ranks.
-
-    torch names a group by a number, of the groups that a rank has made or is in. That may be another one on each rank,
-    and under different names the ranks would wait for each other for ever. So here the number comes from the ranks.
-    """
-    world, key = dist.distributed_c10d._world, tuple(ranks)
-    _times[key] += 1
-    before = world.group_count
-    world.group_count = int.from_bytes(hashlib.sha256(repr((key, _times[key])).encode()).digest()[:7], "big")
-    try:
-        return dist.new_group(ranks, backend=backend, timeout=timeout)
-    finally:
-        world.group_count = before
+def cut(bucket, shard):
+    """{parameter: its elements in this rank's `shard` (shard_numel,)}, 1-D views, for those that have any there."""
+    pieces = {}
+    for param, shape, offset in zip(bucket.params, bucket.shapes, bucket.offsets):
+        begin = max(offset - bucket.own.start, 0)
+        end = min(offset - bucket.own.start + shape.numel(), bucket.shard_numel)
+        if begin < end:
+            pieces[param] = shard[begin:end]
+    return pieces
 
 
-def _timeout(group):
-    """None, which is torch's default, for a backend that has none."""
-    backend = group._get_backend(accelerator.device_of(group))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+def first_element(bucket, param):
+    """The index, in the flattened parameter, of the first element that is in this rank's shard."""
+    index = next(index for index, each in enumerate(bucket.params) if each is param)
+    return max(bucket.own.start - bucket.offsets[index], 0)
+
+
+def take_over(optimizer, buckets):
+    """Step 0: pieces take the parameters' place in the optimizer's groups."""
+    bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+    before = dict(optimizer.state)  # empty, except for Adagrad, which creates its state in its constructor
+    optimizer.state.clear()
+    for param_group in optimizer.param_groups:
+        pieces = []
+        for param in param_group["params"]:
+            bucket = bucket_of.get(param)  # None for a frozen parameter
+            if bucket is None or param not in bucket.pieces:
+                continue
+            piece = bucket.pieces[param]
+            first = first_element(bucket, param)
+            for key, value in before.get(param, {}).items():
+                if key != "step":
+                    value = value.flatten()[first : first + piece.numel()].clone()
+                optimizer.state[piece][key] = value
+            pieces.append(piece)
+        param_group["params"][:] = pieces
+        param_group.pop("param_names", None)  # there if the optimizer was built over named_parameters()
+
+
+def hand_out_gradients(bucket):
+    """The end of step 3: each piece gets its part of the shard's gradient, as a view."""
+    gradients = {} if bucket.shard.grad is None else cut(bucket, bucket.shard.grad)
+    for param, piece in bucket.pieces.items():
+        piece.grad = gradients.get(param)

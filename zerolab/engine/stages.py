@@ -1,126 +1,445 @@
-"""ZeRO-1 and ZeRO-2 with what real training adds. The steps are the chapters', inherited."""
+"""The three engines: the chapters plus options. The steps are the chapters', inherited.
+
+Each method here is a moment of a chapter that some option changes. What it changes is in the option's own file.
+"""
+
+import warnings
+import weakref
 
 import torch
-import torch.distributed as dist
-from torch.profiler import record_function
+from torch.autograd import Variable
 
-import zero1
-import zero2
-from zerolab.engine import state
-from zerolab.engine.base import Engine, SendingEngine
-from zerolab.engine.bucket import EngineBucket
-from zerolab.engine.hooks import not_compiled
-from zerolab.engine.options import precision
-from zerolab.engine.safety import guard
-from zerolab.engine.safety.unchanged import Look
-from zerolab.engine.safety.waiting import NamedWork
+from zero1 import ZeRO1, broadcast_whole
+from zero2 import ZeRO2, weak_hook
+from zero3 import ZeRO3, default_units, in_backward
+from zerolab.engine import (
+    accumulation,
+    checks,
+    clipping,
+    groups,
+    meta,
+    offload,
+    precision,
+    replicas,
+    state_dict,
+    unused,
+)
+from zerolab.engine.bucket import EngineBucket, EngineReduction, EngineUnit, to_optimizer
+from zerolab.engine.options import Options
+
+
+class Engine:
+    """What all three stages have. The arguments of every engine:
+
+    model, optimizer   as for the chapters; the optimizer may have any number of parameter groups
+    group              a process group, or a DeviceMesh of one dimension, or of two: (replicas, shards). Default: all
+    param_dtype        the dtype to compute and to gather in, such as torch.bfloat16. Shards keep the parameters' own
+    reduce_dtype       the dtype to reduce gradients in. Default: `param_dtype`
+    find_unused        True: a step may leave parameters without a gradient
+    offload_policy     torch's `CPUOffloadPolicy()`: shards and optimizer state in the host's memory
+
+    Raises ValueError, TypeError or RuntimeError, on every rank, for a model, an optimizer or an option that cannot
+    work. See checks.py, and docs/using-an-engine.md for what is not detected.
+    """
+
+    def __init__(
+        self,
+        model,
+        optimizer,
+        *,
+        group=None,
+        param_dtype=None,
+        reduce_dtype=None,
+        find_unused=False,
+        offload_policy=None,
+        **of_the_chapter,
+    ):
+        group, copies, everyone = replicas.groups_of(group)
+        self.options = Options(group, copies, everyone, param_dtype, reduce_dtype, offload_policy, find_unused)
+        self.sync = True  # False inside `no_sync`
+        self.ready = False  # whether the optimizer's pieces have the gradients of all backwards so far
+        self.updating = False  # whether `step()` runs
+        self.own_options = dict(of_the_chapter)
+        self.saving = None  # the future of the last `checkpoint.async_save`
+        super().__init__(model, optimizer, group=group, **of_the_chapter)
+
+    @property
+    def buckets_or_units(self):
+        return self.units if hasattr(self, "units") else self.buckets
+
+    # Step 0.
+
+    def check(self):
+        others = {name: value for name, value in self.own_options.items() if name != "units"}
+        checks.check_build(self.model, self.optimizer, self.options, **others)
+
+    def broadcast_untrained(self):
+        """Frozen parameters are in buckets of their own, where an option needs that; buffers stay whole."""
+        buffers = [buffer for buffer in self.model.buffers() if not buffer.is_meta]
+        broadcast_whole(buffers, self.group)
+        replicas.broadcast_over(self.options.replicas, buffers)
+
+    def take_over_optimizer(self):
+        names = {param: state_dict.plain_name(name) for name, param in self.model.named_parameters()}
+        # For checkpoints: which parameters are in which group, also those of which this rank owns nothing.
+        self.group_names = [
+            [names[param] for param in param_group["params"] if param.requires_grad]
+            for param_group in self.optimizer.param_groups
+        ]
+        groups.take_over(self.optimizer, self.buckets)
+        engine = weakref.ref(self)
+        self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: checks.check_step(engine(), optimizer))
+
+    # The steps.
+
+    def step(self):
+        """The chapter's `step()`."""
+        checks.check_memory(self.buckets)
+        self.updating = True  # only now the optimizer may step
+        try:
+            super().step()
+        finally:
+            self.updating = False
+
+    def reduce_gradients(self):
+        """Step 3, or the rest of it. From here on every piece in the optimizer has its gradient.
+
+        May be called before `step()`, to look at gradients or to change them. Raises RuntimeError as `step()` does.
+        """
+        if self.ready:
+            return
+        checks.check_cleared(self.buckets)
+        self.set_moved(False)
+        super().reduce_gradients()
+        if self.options.offload_policy is not None:
+            offload.wait_for_copies(self.buckets[0].flat.device)
+        for bucket in self.buckets:
+            groups.hand_out_gradients(bucket)
+            bucket.handed_out = True
+        if self.options.find_unused:
+            unused.drop_unused(self.buckets, self.options.everyone)
+            for bucket in self.buckets:
+                bucket.handed_out = any(piece.grad is not None for piece in bucket.pieces.values())
+        self.ready = True
+        self.set_moved(True)
+
+    def zero_grad(self):
+        """The chapter's `zero_grad()`."""
+        self.set_moved(False)
+        super().zero_grad()
+        self.ready = False
+        for bucket in self.buckets:
+            bucket.used.clear()
+            bucket.kept.clear()
+            bucket.handed_out = False
+            for piece in bucket.pieces.values():
+                piece.grad = None
+
+    def set_moved(self, moved):
+        """Whether reading `param.grad` is an error. In ZeRO-1 `param.grad` stays in its place."""
+
+    def shards_changed(self):
+        """Called after something other than the optimizer has written to the shards."""
+
+    # Options that are methods, each from its own file.
+
+    def no_sync(self):
+        """`with engine.no_sync():` around all but the last of several backwards before a step (accumulation.py)."""
+        return accumulation.no_sync(self)
+
+    clip_grad_norm_ = clipping.clip_grad_norm_
+    clip_grad_value_ = clipping.clip_grad_value_
+    full_state_dict = state_dict.full_state_dict
+    load_full_state_dict = state_dict.load_full_state_dict
+
+    def train(self, mode=True):
+        """`model.train(mode)`. Returns the engine."""
+        self.model.train(mode)
+        return self
+
+    def eval(self):
+        """`model.eval()`. Returns the engine."""
+        return self.train(False)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: its parts are on several ranks. Save it with "
+            "zerolab.engine.checkpoint.save(engine, folder). For a copy of the weights call engine.full_state_dict()"
+        )
 
 
 class BucketEngine(Engine):
-    """What ZeRO-1 and ZeRO-2 have in common: buckets by size."""
+    """What ZeRO-1 and ZeRO-2 have in common."""
 
-    def __init__(self, model, optimizer_cls, *, bucket_mb=None, param_groups=None, **options):
-        # What cannot work raises here, on every rank, before anything is changed.
-        self.prepare(model, optimizer_cls, param_groups, {"bucket_mb": bucket_mb}, **options)
-        super().__init__(model, self.over_pieces(optimizer_cls, param_groups), bucket_mb=bucket_mb, group=self.group)
-
-    def partition(self, bucket_mb):
-        """Step 0. Frozen parameters have buckets, too, each its own, behind the trained ones."""
-        with record_function("step 0 partition"), torch.no_grad():
-            state.broadcast_buffers(self.model, self.placement.everyone)
-            runs = zero1.by_size(self.model, bucket_mb)
-            runs += [[pair] for pair in self.model.named_parameters() if not pair[1].requires_grad]
-            self.all_buckets = [EngineBucket(run, self.placement, self.dtypes) for run in runs]
-        return [bucket for bucket in self.all_buckets if bucket.trained]
-
-    def watch_gradients(self) -> None:
-        for bucket in self.all_buckets:
-            guard.adopt(bucket, self)
-        self.look = Look(self)
-        self.handles = [self.look.handle, *precision.cast_inputs(self)]
-        super().watch_gradients()
-
-    def shards_changed(self) -> None:
-        """Somebody has written into the shards: all ranks gather what is new."""
-        for work in [bucket.gather() for bucket in self.all_buckets]:
-            work.wait()
-        super().shards_changed()
-
-
-class ZeRO1Engine(BucketEngine, zero1.ZeRO1):
-    """ZeRO-1 for real training. Options beside the chapter's: `Engine.prepare`."""
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.options.param_dtype is not None:
+            for module in (self.model, *default_units(self.model)):
+                precision.cast_inputs(module, self.options.param_dtype)
 
     def partition(self, bucket_mb):
+        """Step 0. In mixed precision a frozen parameter has a bucket of its own, whose shards keep the exact values."""
+        frozen = [pair for pair in self.model.named_parameters() if not pair[1].requires_grad]
+        if self.options.param_dtype is None:
+            broadcast_whole([param for _, param in frozen], self.group)
+            replicas.broadcast_over(self.options.replicas, [param for _, param in frozen])
+            frozen = []
         buckets = super().partition(bucket_mb)
-        for bucket in buckets:
-            bucket.gradient = torch.zeros_like(bucket.flat, dtype=bucket.reduce_dtype)
+        self.all_buckets = buckets + [self.make_bucket([pair]) for pair in frozen]
         return buckets
 
-    def on_gradient(self, bucket, index: int, param) -> None:
-        bucket.used.add(index)
-        param.zero_moved = True
-        self.gradients_are_reduced = False
-        super().on_gradient(bucket, index, param)
+    def make_bucket(self, named_params):
+        return EngineBucket(named_params, group=self.group, options=self.options)
 
-    @not_compiled
-    def zero_grad(self) -> None:
-        self.forget_gradients()
-        super().zero_grad()
-        if self.find_unused:  # a parameter that this rank does not use must contribute zeros, and not an old gradient
-            for bucket in self.buckets:
-                bucket.gradient.zero_()
-
-    def reduce_gradients(self) -> None:
-        """Step 3, as in the chapter: in the reduce dtype, over replicas, to the host, and once."""
-        if self.gradients_are_reduced:  # `clip_grad_norm_` needs the averages and has called this; none came since
-            return self.require_all()  # but somebody may have written into the weights
-        started = []
-        for bucket in self.buckets:
-            if bucket.divisors[0] > 1:
-                bucket.gradient.div_(bucket.divisors[0])
-            started.append(self.start_sum(bucket))
-        for bucket, (work, total, own) in zip(self.buckets, started):
+    def shards_changed(self):
+        for work in [bucket.gather() for bucket in self.all_buckets]:
             work.wait()
-            total.div_(bucket.divisors[1])
-            if self.placement.elsewhere:
-                own = self.placement.final_shard(bucket, own)
-            for piece, part in zip(bucket.pieces, bucket.cut(own)):
-                piece.grad = part.to(piece.dtype)
-        self.require_all()
+
+
+class ZeRO1Engine(BucketEngine, ZeRO1):
+    """ZeRO-1 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+
+    def __init__(self, *args, bucket_mb=None, **options):
+        super().__init__(*args, bucket_mb=bucket_mb, **options)
+        self.place_of = {}  # parameter -> (its bucket, the index there)
         for bucket in self.buckets:
-            bucket.missing -= bucket.used  # what another rank alone has used: a later backward adds to the mean
+            for index, param in enumerate(bucket.params):
+                self.place_of[param] = bucket, index
+                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
-    def start_sum(self, bucket) -> tuple[NamedWork, torch.Tensor, torch.Tensor]:
-        """Start to add up the ranks' gradients: (the work, where the sum will be, this rank's part of that: a view)."""
-        work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
-        return NamedWork(work, "all-reduce", bucket), bucket.gradient, bucket.gradient[bucket.own]
+    def on_gradient(self, param):
+        """`param.grad` is finished. The chapter does not need to know; here it may have to move to the bucket."""
+        bucket, index = self.place_of[param]
+        bucket.used.add(param)
+        self.ready = False
+        self.reduced = False  # if `reduce_gradients` was called already, it has to be called again
+        if bucket.grads[index] is None:
+            bucket.place(bucket.gradient, index).add_(bucket.take_gradient(param))
+
+    def start_reduce(self, bucket):
+        first, _ = precision.divisors(bucket.gradient.dtype, self.world_size)
+        if first > 1:
+            bucket.gradient /= first
+        return super().start_reduce(bucket)
+
+    def finish_reduce(self, bucket):
+        _, last = precision.divisors(bucket.gradient.dtype, self.world_size)
+        bucket.gradient /= last
+        own = bucket.gradient[bucket.own]
+        if self.options.replicas is not None:
+            own = replicas.average_over(self.options.replicas, own.clone())  # a later backward adds to the row's mean
+        bucket.shard.grad = to_optimizer(bucket, own)
+
+    def reduce_gradients(self):
+        if not self.ready:
+            checks.check_gradients(self.buckets, self.options.find_unused)
+        super().reduce_gradients()
 
 
-class ZeRO2Engine(SendingEngine, BucketEngine, zero2.ZeRO2):
-    """ZeRO-2 for real training. Options beside the chapter's: `Engine.prepare`.
+class SendingEngine(Engine):
+    """What ZeRO-2 and ZeRO-3 have in common: gradients are sent while backward goes on."""
 
-    A bucket that lacks gradients is final when backward ends, if an earlier backward of this step has brought them
-    (several losses, each with a backward of its own), or with `find_unused`. Under `no_sync` gradients are kept.
+    def make_reduction(self, bucket):
+        return EngineReduction(bucket)
+
+    def set_moved(self, moved):
+        for bucket in self.buckets:
+            bucket.moved = moved
+
+    def flush(self):
+        """Send what is still incomplete, with zeros for the gradients that did not come (`find_unused`)."""
+
+    def reduce_gradients(self):
+        if not self.ready:
+            if self.options.find_unused:
+                self.flush()  # if backward has brought no gradient at all on this rank
+            checks.check_gradients(self.buckets, self.options.find_unused)
+        super().reduce_gradients()
+
+
+class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
+    """ZeRO-2 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+
+    def __init__(self, *args, bucket_mb=None, **options):
+        self.backward_id = None
+        super().__init__(*args, bucket_mb=bucket_mb, **options)
+        checks.adopt(self.buckets)
+
+    def on_gradient(self, param):
+        bucket = self.bucket_of[param]
+        bucket.used.add(param)
+        self.ready = False
+        if not self.sync:
+            accumulation.keep(bucket, param)
+            return
+        if self.options.find_unused:
+            self.notice_backward()
+        super().on_gradient(param)
+
+    def notice_backward(self):
+        """The first time in a backward: have autograd call `flush` when it is over."""
+        number = torch._C._current_graph_task_id()
+        if self.backward_id != number:
+            self.backward_id = number
+            self.expect_gradients()
+            Variable._execution_engine.queue_callback(weak_hook(self.flush))
+
+    def flush(self):
+        for bucket in self.buckets[self.turn :]:
+            bucket.missing.clear()
+        self.send_complete()
+
+
+class ZeRO3Engine(SendingEngine, ZeRO3):
+    """ZeRO-3 with options: those of `Engine`, the chapter's `units` and `prefetch`, and
+
+    reshard_after_forward   False: units stay gathered from forward to backward. Sends 2Ψ per step and not 3Ψ
+    init_fn, state_dict     where a model on the `meta` device gets its values from (meta.py)
+
+    A module has one unit per kind of parameter: per dtype, and trained or frozen. Frozen parameters are sharded, too.
     """
 
-    def on_gradient(self, bucket, index: int, param) -> None:
-        self.notice_backward()
-        bucket.came(index)
-        self.backward_brought = True
-        if self.sync:
-            self.gradients_are_reduced = False
-            super().on_gradient(bucket, index, param)
-        else:
-            bucket.keep(index)
-            bucket.missing.discard(index)
+    def __init__(
+        self, *args, units=None, prefetch=1, reshard_after_forward=True, init_fn=None, state_dict=None, **options
+    ):
+        self.reshard_after_forward = reshard_after_forward
+        self.source = meta.Source(init_fn, state_dict)
+        self.at_work = None  # the module, not the root, whose backward began last
+        self.waiting = []  # units whose backward is over when backward moves on: frozen ones, and all with find_unused
+        super().__init__(*args, units=units, prefetch=prefetch, **options)
+        checks.adopt(self.units)
+        for unit in self.units:
+            checks.mark_freed(unit.params)
+        if self.options.param_dtype is not None:
+            for module in dict.fromkeys([self.model, *(unit.module for unit in self.units)]):
+                precision.cast_inputs(module, self.options.param_dtype)
 
-    def end_backward(self) -> None:
-        """What waits for gradients that do not come is final now, if it may be: with zeros for these on this rank."""
-        self.backward_number = None
-        for bucket in self.buckets:
-            earlier = self.backward_brought and bucket.missing <= bucket.used
-            if bucket.missing and (self.find_unused or earlier):
-                bucket.missing = set()
-                self.gradients_are_reduced = self.gradients_are_reduced and not self.sync
+    @property
+    def buckets(self):
+        """The units that are trained, under the name that the options use."""
+        return [unit for unit in self.units if unit.trained]
+
+    @property
+    def all_buckets(self):
+        return self.units
+
+    # Step 0.
+
+    def check(self):
+        super().check()
+        units = self.own_options["units"]
+        if units is not None:
+            self.own_options["units"] = units = list(units)
+            checks.check_units(self.model, units)
+        prefetch = self.own_options["prefetch"]
+        if prefetch < 0:
+            raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
+        self.source.check(self.model, self.options)
+
+    def partition(self, modules):
+        self.source.open(self.model, self.options)
+        units = super().partition(self.own_options["units"] or modules)
+        self.source.finish()
+        self.warn_of_large_root(units)
+        return units
+
+    def make_units(self, name, module, named_params):
+        by_kind = {}
+        for param_name, param in named_params:
+            by_kind.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
+        units = []
+        for pairs in by_kind.values():
+            self.source.fill_parameters(pairs)
+            units.append(EngineUnit(name, module, pairs, group=self.group, options=self.options))
+        return units
+
+    def plan_prefetch(self, prefetch):
+        """`prefetch` counts modules here, and a module may have several units."""
+        units_per_module = {}
+        for unit in self.units:
+            units_per_module[unit.module] = units_per_module.get(unit.module, 0) + 1
+        super().plan_prefetch(prefetch * max(units_per_module.values()))
+
+    def warn_of_large_root(self, units):
+        total = sum(unit.numel for unit in units)
+        root = sum(unit.numel for unit in units if unit.module is self.model)
+        if 2 * root > total and torch.distributed.get_rank() == 0:
+            warnings.warn(
+                f"{root / total:.0%} of the model is in no unit, so it stays gathered from the start of forward to the "
+                "end of backward. Pass units=[...], the modules to gather and free one by one, such as the layers",
+                stacklevel=6,
+            )
+
+    # Forward.
+
+    def after_forward(self, unit, module, inputs, output):
+        if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
+            super().after_forward(unit, module, inputs, output)
+        else:
+            self.watch_output(unit, output)
+
+    # Backward.
+
+    def expect_gradients(self):
+        super().expect_gradients()
+        self.at_work = None
+        self.waiting = [unit for unit in self.units if self.waits(unit)]
+
+    def waits(self, unit):
+        """Whether the unit's backward is over when backward moves on, and not with its last gradient."""
+        return self.options.find_unused or not unit.trained
+
+    def before_backward(self, unit):
+        self.notice_backward()
+        if unit.module is not self.at_work and unit.module is not self.model:
+            self.leave(self.at_work)
+            self.at_work = unit.module
+            if self.waits(unit) and unit not in self.waiting:  # it ran twice, and was left once already
+                unit.missing = set(unit.params)
+                self.waiting.append(unit)
+        super().before_backward(unit)
+
+    def leave(self, module):
+        """Backward moves on from `module`. What waited for this is over."""
+        for unit in [unit for unit in self.waiting if unit.module is module]:
+            self.waiting.remove(unit)
+            unit.missing.clear()
+            self.finish_waiting(unit)
+
+    def finish_waiting(self, unit):
+        if unit.trained and self.sync:
+            super().finish(unit)
+        else:
+            unit.free()
+
+    def on_gradient(self, param):
+        unit = self.unit_of[param]
+        unit.used.add(param)
+        self.ready = False
+        super().on_gradient(param)
+        if not self.sync and checks.get_grad(param) is not None:
+            accumulation.keep(unit, param)
+
+    def finish(self, unit):
+        """All gradients are there. With `find_unused` other ranks may still wait for theirs."""
+        if self.waits(unit):
+            return
         if self.sync:
-            self.send_complete()
+            super().finish(unit)
+        else:
+            unit.free()
+
+    def flush(self):
+        """The end of backward: what waits is over, in one order on all ranks."""
+        for unit in self.units[::-1]:
+            if unit in self.waiting:
+                self.waiting.remove(unit)
+                unit.missing.clear()
+                self.finish_waiting(unit)
+
+    def end_backward(self):
+        self.flush()
+        super().end_backward()
+
+    def shards_changed(self):
+        self.free_all()  # what is gathered has the old values

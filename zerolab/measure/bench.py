@@ -131,25 +131,32 @@ def many_small_parameters() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def host_times(options: argparse.Namespace) -> dict[str, dict]:
-    """{engine: the host's time per step} of rank 0 of 8, whose collectives move nothing."""
-    me = Rank(0, 8, torch.device("cpu"), "fake", "")
-    x, y = torch.randn(2, 4), torch.randn(2, 4)
+def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
+    """{engine: time per step of many small parameters}, which is the host's; `build` is that of the registry, or of
+    `fake_ranks`.
+    """
+    x, y = torch.randn(2, 4, device=me.device), torch.randn(2, 4, device=me.device)
     steps = {}
-    with fake_ranks.fake_ranks(me.world_size):
-        for label, variant in with_their_engines(ON_HOST).items():
-            name = "single" if label == "plain" else variant["name"]
-            model = many_small_parameters()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-            engine = fake_ranks.build_alone(name, model, optimizer, me.device, **prepared(variant, model))
-            steps[label] = partial(engine.training_step, x, y, F.mse_loss)
-        times = take_turns(steps, options.rounds, me)
-        for label in steps:
-            if options.host and label in (options.host, f"{options.host} engine"):
-                profile(label, steps[label])
-        del engine, steps
-        gc.collect()  # DDP's reducer, before its group
+    for label, variant in with_their_engines(ON_HOST).items():
+        name = "single" if label == "plain" else variant["name"]
+        model = many_small_parameters().to(me.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        engine = build(name, model, optimizer, me.device, **prepared(variant, model))
+        steps[label] = partial(engine.training_step, x, y, F.mse_loss)
+    times = take_turns(steps, options.rounds, me)
+    for label in steps:
+        if options.host and label in (options.host, f"{options.host} engine"):
+            profile(label, steps[label])
+    del engine, steps
+    gc.collect()  # DDP's reducer, before its group
     return rows_of_times(times)
+
+
+def host_times_alone(options: argparse.Namespace) -> dict[str, dict]:
+    """`host_times` of rank 0 of 8, whose collectives move nothing."""
+    me = Rank(0, 8, torch.device("cpu"), "fake", "")
+    with fake_ranks.fake_ranks(me.world_size):
+        return host_times(options, me, fake_ranks.build_alone)
 
 
 def profile(name: str, step) -> None:
@@ -202,9 +209,6 @@ def on_ranks(options: argparse.Namespace) -> None:
     about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
     me.print(tables.wrapped("\n".join([*about, MEANINGS])))
     found = {}
-    for title, variants in variants_of(options).items():
-        found[title] = measure_together(variants, batch, options, me)
-        me.print(table_of_steps(title, found[title]) + "\n")
     results = {
         "backend": me.backend,
         "ranks": me.world_size,
@@ -214,8 +218,13 @@ def on_ranks(options: argparse.Namespace) -> None:
         "sweeps": found,
     }
     results |= common.about(me.device, "bench", me.world_size)
+    file = options.json if me.rank == 0 else None
+    for title, variants in variants_of(options).items():
+        found[title] = measure_together(variants, batch, options, me)
+        me.print(table_of_steps(title, found[title]) + "\n")
+        common.write_json(file, results, whole=False)
     process_group.stop()
-    common.write_json(options.json if me.rank == 0 else None, results)
+    common.write_json(file, results)
 
 
 def main(argv=None) -> None:
@@ -225,7 +234,7 @@ def main(argv=None) -> None:
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
     if options.host is not None:
-        rows = host_times(options)
+        rows = host_times_alone(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
         print(table_of_steps("engine", rows))
         common.write_json(options.json, common.about(torch.device("cpu"), "bench") | {"host": rows})

@@ -8,6 +8,10 @@ Run it: ./launch.sh memory 8 --preset 7b
 """
 
 import argparse
+import contextlib
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
@@ -22,6 +26,7 @@ from zerolab.run import micro_batches, process_group
 from zerolab.run import options as common
 from zerolab.run.model import number_of_parameters, preset
 from zerolab.run.progress import told
+from zerolab.run.starter import end_with_starter
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 
@@ -63,14 +68,36 @@ def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     results |= {name: getattr(options, name) for name in CONDITIONS}
     device = torch.device("cpu" if options.device == "fake" else options.device)
     results |= common.about(device, "memory") | {"engines": engines}
-    with fake_ranks(options.ranks):
+    with fake_ranks(options.ranks), predicted_peaks(options) as predicted:
         for name in told(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = row_of(name, options)
-            if options.device != "fake":  # beside the GPU's row, what fake tensors say
-                fake = argparse.Namespace(**vars(options) | {"device": "fake"})
-                engines[name]["dry_run_peak_bytes"] = row_of(name, fake)["peak_bytes"]
+            if options.device != "fake":
+                engines[name]["dry_run_peak_bytes"] = predicted[name].result()
             keep(results)
     return results
+
+
+@contextlib.contextmanager
+def predicted_peaks(options: argparse.Namespace):
+    """Beside a GPU's rows, what fake tensors say: {engine: Future}. Other processes find it while the GPU works."""
+    if options.device == "fake":
+        yield {}
+        return
+    workers = max(1, min(len(options.engines), os.cpu_count() // 2))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, begin_without_gpu, (os.getpid(),)) as pool:
+        yield {name: pool.submit(predicted_peak, name, options) for name in options.engines}
+
+
+def begin_without_gpu(starter: int) -> None:
+    """First of all in a process that predicts: it takes no memory of the GPU, as an optimizer's step would."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    end_with_starter(starter)
+
+
+def predicted_peak(name: str, options: argparse.Namespace) -> int:
+    """One engine's peak by the dry run, in a process that has no process group yet."""
+    return measure_alone(name, argparse.Namespace(**vars(options) | {"device": "fake"}))["peak_bytes"]
 
 
 def say(text: str) -> None:

@@ -113,7 +113,9 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
     lines += ["for CUDA and NCCL, all assumed as in ./launch.sh plan):"]
     for name, row in engines.items():
         if "out_of_memory" in row:
-            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}")
+            predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU
+            said = f" The dry run predicts a peak of {predicted / 1e9:.1f} GB." if predicted else ""
+            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}.{said}")
             continue
         fits = fits_on(row["peak_bytes"])
         answer = f"from {fits[0]} GB on" if fits else "on none of them"

@@ -19,6 +19,7 @@ def cells_of_run(name: str, run: dict, base: dict, reference: str) -> dict[str, 
         "grads MB": f"{held['gradients'] / 1e6:.2f}",
         "optim MB": f"{held['optimizer'] / 1e6:.2f}",
         "peak MB": f"{run['peak_bytes'] / 1e6:.2f}",
+        **({"ledger MB": f"{run['ledger_peak_bytes'] / 1e6:.2f}"} if "ledger_peak_bytes" in run else {}),
         "sent MB/step": f"{run['sent_bytes'] / 1e6:.2f}",
         "step ms": f"{run['step_ms']:.1f}" if timed else "-",
         f"x {reference}": f"{run['step_ms'] / base['step_ms']:.2f}" if timed else "-",
@@ -54,7 +55,7 @@ def results(result: dict, reference: str) -> str:
     lines = tables.text(
         tables.rows_of([cells_of_run(name, run, runs[reference], reference) for name, run in runs.items()])
     )
-    peak = "the GPU allocator's" if on_gpu else "all live storages of one step"
+    peak = "the GPU allocator's; ledger: all live storages" if on_gpu else "all live storages of one step"
     peak = f"Peak: {peak}. {SENT}"
     lines += ["", f"{WHEN_HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{WHEN_HELD} {peak}"]
     lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]

@@ -23,14 +23,15 @@ class Seen(TrafficLedger):
     """What was seen of one step on this rank: its `collectives`, also while the step goes on, and bytes.
 
     `held` is empty until the update begins: {"parameters", "gradients", "optimizer"} right before it, with all
-    gradients, as the articles' tables count. `peak` is the ledger's, or on a GPU the allocator's; `reserved` is what
-    the allocator has taken from the GPU, fragments included. Both are there when the step is over.
+    gradients, as the articles' tables count. `peak` is the ledger's, or on a GPU the allocator's; `ledger_peak` is
+    always the ledger's. `reserved` is what the allocator has taken from the GPU, fragments included. These three are
+    there when the step is over.
     """
 
     def __init__(self, story=None):
         super().__init__(story)
         self.held: dict[str, int] = {}
-        self.peak = self.reserved = 0
+        self.peak = self.ledger_peak = self.reserved = 0
 
 
 class Allocator:
@@ -67,6 +68,7 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
     """
     memory.begin(engine)
     meter = allocator or memory
+    memory.reset_peak()
     meter.reset_peak()
     with Seen(story) as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
@@ -76,4 +78,4 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
             handle.remove()
     if not seen.held:  # an engine that does not step its optimizer
         seen.held.update(held_bytes(engine))
-    seen.peak, seen.reserved = meter.peak, meter.reserved
+    seen.peak, seen.ledger_peak, seen.reserved = meter.peak, memory.peak, meter.reserved

@@ -74,6 +74,17 @@ def about(device: torch.device, *words) -> dict[str, str]:
     return {"hardware": process_group.hardware(device), **versions, "command": command(*words)}
 
 
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file in one step: if this process is killed meanwhile, the file has its old content or the new one."""
+    path = Path(path).resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # /dev/stdout, for example
+        path.write_text(text)
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 def write_json(file: str | Path | None, results: dict | list, indent: int | None = 1, whole: bool = True) -> None:
     """Write the results to the file of --json, if one is given, and say where it is.
 
@@ -85,9 +96,7 @@ def write_json(file: str | Path | None, results: dict | list, indent: int | None
     path = os.path.abspath(file)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w") as opened:
-            json.dump(results, opened, indent=indent, ensure_ascii=False)
-            opened.write("\n")
+        write_whole(path, json.dumps(results, indent=indent, ensure_ascii=False) + "\n")
     except OSError as error:
         if whole:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error

@@ -35,4 +35,7 @@ def _watch(starter: int) -> None:
         # A process that was killed may stay listed until its own parent asks for it.
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.5)
+    for child in psutil.Process().children(recursive=True):  # not every child watches: nvidia-smi, a user's script
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     os.kill(os.getpid(), signal.SIGKILL)

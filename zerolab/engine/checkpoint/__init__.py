@@ -10,8 +10,7 @@ What is saved is in saving.py, and how the files come to disk in files.py. How t
 whether they fit an engine in loading.py.
 """
 
-from zerolab.engine.checkpoint.loading import load
-from zerolab.engine.checkpoint.reader import Damaged, Unsafe, complete, newest
-from zerolab.engine.checkpoint.saving import Saved, async_save, save
 
-__all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "newest", "save"]
+
+
+

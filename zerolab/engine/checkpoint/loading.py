@@ -8,7 +8,7 @@ from zerolab.engine.checkpoint.reader import Folder, newest
 from zerolab.engine.checkpoint.rectangles import Cut
 from zerolab.engine.checkpoint.saving import refuse_parts, wait_for_last
 from zerolab.engine.layout import pieces, with_plain_names
-from zerolab.engine.safety.waiting import name_some, not_alike
+from zerolab.engine.checks import some as name_some, not_alike
 from zerolab.engine.state import take_in
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerolab.engine.checkpoint import contents
 from zerolab.engine.checkpoint.contents import Unsafe
-from zerolab.engine.safety.waiting import name_some
+from zerolab.engine.checks import some as name_some
 
 METADATA, SUMS = ".metadata", "SHA256SUMS"
 

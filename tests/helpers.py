@@ -1,0 +1,520 @@
+"""What tests of several ranks share: the ranks, odd models and their batches, one process to compare with, a recorder.
+
+    @pytest.mark.parametrize("ranks", [2, 3])
+    @on_every_rank
+    def test_something(ranks):
+        ...                                      the body runs on every rank, all at the same time
+
+or, without pytest: `run_on_ranks(3, function, *args)` returns what `function(*args)` returns on each rank.
+"""
+
+import atexit
+import copy
+import functools
+import importlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+# Ranks. Starting a process takes seconds, so the ranks of each number are started once and then get all its tests.
+
+TIMEOUT = 60  # seconds, for a collective and for a whole test
+pools = {}  # number of ranks -> its Pool
+
+
+class RankFailed(AssertionError):
+    """A rank failed, died or hung. The message has its traceback."""
+
+
+def run_on_ranks(ranks, function, *args, **kwargs):
+    """Call a module-level `function` on so many ranks, which gloo connects. Returns their results, rank 0's first.
+
+    Raises RankFailed with the traceback of each rank that failed. The next call then gets new ranks.
+    """
+    if ranks not in pools:
+        pools[ranks] = Pool(ranks)
+    try:
+        return pools[ranks].run(function, args, kwargs)
+    except BaseException:
+        pools.pop(ranks).kill()  # the others may wait in a collective
+        raise
+
+
+def on_every_rank(test):
+    """A decorator: the body of a test runs on each of `ranks` processes, and fails if it fails on any of them."""
+
+    @functools.wraps(test)
+    def start(ranks, **arguments):
+        run_on_ranks(ranks, run_body, test.__module__, test.__name__, {"ranks": ranks, **arguments})
+
+    return start
+
+
+def run_body(module, name, arguments):
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+class Pool:
+    def __init__(self, ranks):
+        # Ranks are forked from a server that has imported torch and started no thread. Of this process they cannot be:
+        # after a fork torch's threads are missing, and gloo hangs.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"])
+        self.folder = tempfile.TemporaryDirectory()  # has the file in which the ranks meet
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, ranks, self.folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that a rank that dies closes the pipe
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def run(self, function, args, kwargs):
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        results, failures = {}, []
+        waiting = dict(zip(self.pipes, range(len(self.pipes))))
+        deadline = time.monotonic() + 2 * TIMEOUT
+        while waiting and (ready := wait(waiting, max(0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank], failure = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join(10)
+                    failure = f"rank {rank} died, exit code {self.processes[rank].exitcode}"
+                if failure:
+                    failures.append(failure)
+                    deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one
+        if waiting:
+            failures.append(f"no answer from the ranks {sorted(waiting.values())}")
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [results[rank] for rank in sorted(results)]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def serve(rank, ranks, folder, pipe):
+    """A rank: call what the pipe brings, until it closes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        torch.manual_seed(1000 + rank)  # differs between ranks: what must be equal has to be made equal
+        try:
+            pipe.send((function(*args, **kwargs), None))
+        except BaseException:
+            pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
+
+
+@atexit.register
+def kill_all():
+    for pool in pools.values():
+        pool.kill()
+
+
+# Models. All take tokens (batch, 6) and return (batch, 3).
+
+WORDS, WIDTH = 11, 5
+
+
+class Block(nn.Module):
+    """Sizes that no number of ranks divides, a scalar, and parameters that are not contiguous."""
+
+    def __init__(self, hidden=7):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Parameter(torch.randn(hidden, WIDTH).t())
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return x + self.scale * nn.functional.linear(torch.tanh(self.up(x)), self.down)
+
+
+class Blocks(nn.Module):
+    """An embedding, blocks of different sizes and a head."""
+
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(7 + 2 * index) for index in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(x)
+
+    def call(self, block, x):
+        return block(x)
+
+
+class Tied(Blocks):
+    """The head has the embedding's weight, and two blocks share a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].up = self.blocks[2].up = nn.Linear(WIDTH, 7)
+        self.blocks[2].down = nn.Parameter(torch.randn(WIDTH, 7))
+
+    def forward(self, tokens):
+        return super().forward(tokens)[:, :3]
+
+
+class Frozen(Blocks):
+    """Frozen parameters in a block, around the blocks and of integers; buffers of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.requires_grad_(False)
+        self.factor = nn.Parameter(torch.linspace(0.1, 0.2, WIDTH), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(WIDTH, dtype=torch.int16), requires_grad=False)
+        self.register_buffer("shift", torch.linspace(-0.2, 0.2, WIDTH))
+        self.register_buffer("columns", torch.linspace(0, 0.3, 2 * WIDTH).view(-1, 2)[:, 1])  # a view with gaps
+        self.register_buffer("expanded", torch.full((1,), 0.02).expand(WIDTH))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+        self.register_buffer("sparse", torch.eye(WIDTH).to_sparse())
+        self.register_buffer("nothing", None)
+
+    def call(self, block, x):
+        x = torch.sparse.mm(self.sparse.to(x.dtype), x.t()).t()
+        return block(x * self.factor + self.shift + self.columns * self.mask + self.expanded * self.codes)
+
+
+class Recomputed(Blocks):
+    """Activation checkpointing: each block runs again in backward."""
+
+    def call(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class PartlyRecomputed(Blocks):
+    """Each block runs a part of itself again in backward, and returns a tuple with a dictionary, as T5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(3))
+
+    def call(self, block, x):
+        x, (half, others) = block(x)
+        return x + half - others["input"]
+
+
+class TupleBlock(Block):
+    def forward(self, x):
+        half = checkpoint(lambda x: torch.tanh(self.up(x)), x, use_reentrant=False)
+        y = nn.functional.linear(half, self.down)
+        return y * self.scale, (y / 2, {"input": x})
+
+
+class AuxiliaryLoss(Blocks):
+    """Blocks keep a loss, which uses their weights and leaves them by no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(3))
+
+
+class KeepingBlock(Block):
+    def forward(self, x):
+        self.loss = self.up(x).square().mean()
+        return super().forward(x)
+
+
+def mse_and_auxiliary(model, inputs, targets):
+    loss = mse(model, inputs, targets)
+    blocks = (model if isinstance(model, nn.Module) else model.model).blocks
+    return loss + sum(block.loss for block in blocks)
+
+
+class Twice(Blocks):
+    """One block runs twice in a forward."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        first, second, third = self.blocks
+        for block in (first, second, first, third):
+            x = block(x)
+        return self.head(x)
+
+
+class Tiny(nn.Module):
+    """Three elements to train, so some ranks have only padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, tokens):
+        return (tokens.to(self.bias.dtype).mean(1, keepdim=True) + self.bias).tanh()
+
+
+class Dtypes(Blocks):
+    """Real and complex parameters side by side in one block, around it, and an empty one."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.blocks[1] = Turned()
+
+    def call(self, block, x):
+        return block((x * self.turn).real)
+
+
+class Turned(Block):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, x):
+        return super().forward((x * self.turn).real + self.empty.sum())
+
+
+class Nested(Blocks):
+    """Containers that are never called, in containers; a dictionary of modules; a list of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList([nn.ModuleList([Block(3), Block(4)]), nn.Sequential(Block(5), nn.Tanh())])
+        self.by_name = nn.ModuleDict({"a": Block(6)})
+        self.loose = nn.ParameterList([torch.ones(WIDTH)])
+
+    def call(self, block, x):
+        if block is self.blocks[1]:
+            (first, second), tower = self.towers
+            x = self.by_name["a"](tower(second(first(x)))) * self.loose[0]
+        return block(x)
+
+
+def seeded(make, *args, seed=0, dtype=torch.float64):
+    """The same model on every rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make(*args)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
+
+
+def different_on_ranks(model):
+    """A copy with other values on every rank but rank 0. A stage must start all ranks with rank 0's."""
+    model = copy.deepcopy(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            in_memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            in_memory += dist.get_rank() / 10
+    return model
+
+
+def batch(step, rank, size=4, dtype=torch.float64):
+    """(tokens (size, 6), targets (size, 3)), different in every step and on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(WORDS, (size, 6), generator=generator)
+    return tokens, torch.randn(size, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def concatenated(step, ranks, **options):
+    """The batches of all these ranks as one batch."""
+    return [torch.cat(parts) for parts in zip(*[batch(step, rank, **options) for rank in ranks])]
+
+
+def own_batch(step, **options):
+    return batch(step, dist.get_rank(), **options)
+
+
+def mse(model, inputs, targets):
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+# One process to compare with.
+
+EXACT = 1e-12  # float64 rounds at 1e-16. The order of sums differs between one process and N: about 1e-15 was seen.
+# Weights keep a trace of every gradient, and a missing or doubled one shows: SGD with momentum and decay.
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
+
+
+class Pair:
+    """A stage on all ranks, and plain torch in one process on the concatenated batch. Both start equal.
+
+    The plain side runs on every rank alike, so that each rank can compare.
+    """
+
+    def __init__(self, stage, model, make_optimizer=MOMENTUM, tolerance=EXACT, schedule=None, ranks=None, **options):
+        self.ranks = ranks or range(dist.get_world_size())
+        self.tolerance = tolerance
+        self.plain = copy.deepcopy(model)
+        mine = different_on_ranks(model)
+        self.optimizers = [make_optimizer(self.plain.parameters()), make_optimizer(mine.parameters())]
+        before, after = schedule or (None, None)
+        self.schedulers = [before(optimizer) for optimizer in self.optimizers] if before else []
+        self.engine = stage(mine, self.optimizers[1], **options)
+        self.schedulers += [after(optimizer) for optimizer in self.optimizers] if after else []
+        self.group = options.get("group")
+
+    def backward(self, step, loss=mse):
+        """Forward and backward of both on the batches of this step. The losses are equal."""
+        expected = loss(self.plain, *concatenated(step, self.ranks))
+        expected.backward()
+        found = loss(self.engine, *own_batch(step))
+        found.backward()
+        mean = found.detach().clone()
+        dist.all_reduce(mean, group=self.group)
+        same(mean / len(self.ranks), expected.detach(), self.tolerance, f"mean of the ranks' losses in step {step}")
+
+    def step(self):
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad(set_to_none=False)  # an unused parameter keeps a gradient of zero
+        self.engine.step()
+        self.engine.zero_grad()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def train(self, steps=3, loss=mse):
+        for step in range(steps):
+            self.backward(step, loss)
+            self.step()
+        self.check_weights()
+
+    def check_weights(self):
+        names = dict(self.plain.named_parameters())
+        for (name, found), expected in zip(whole_weights(self.engine).items(), names.values()):
+            same(found, expected.detach(), self.tolerance, f"the weight {name}")
+
+
+def whole_weights(engine):
+    """{name: a copy of the whole parameter} of a stage, on every rank. All ranks call it."""
+    units = getattr(engine, "units", [])
+    for unit in units:
+        unit.start_gather()
+        unit.wait()
+    copies = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+    for unit in units:
+        unit.free()
+    return copies
+
+
+def same(found, expected, tolerance=0.0, what="value"):
+    """Raise AssertionError unless tensors differ by at most `tolerance`, and anything else is equal."""
+    if not isinstance(expected, torch.Tensor):
+        assert found == expected, f"{what}: {found!r}, expected {expected!r}"
+    else:
+        assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+        found, expected = (each if each.is_complex() else each.double() for each in (found, expected))  # bool, float8
+        apart = (found - expected).abs().max().item() if found.numel() else 0.0
+        assert apart <= tolerance, f"{what}: differs by {apart:.3g}, at most {tolerance:.3g} is allowed"
+
+
+def raised_on_every_rank(error, text, function, *args, **kwargs):
+    """`function` raises `error` with `text` in its message, on every rank."""
+    try:
+        function(*args, **kwargs)
+    except error as caught:
+        assert text in str(caught), f"expected {text!r} in the message: {caught}"
+    else:
+        raise AssertionError(f"nothing was raised, expected {error.__name__} with {text!r}")
+
+
+# What a rank sends, and what it holds.
+
+KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "broadcast_": "broadcast",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Record every operation that torch dispatches on this rank while the `with` block runs, in backward, too.
+
+    alive        tensors that exist before the block begins
+    probe        a function that is called after each operation; `probed` is the list of its values
+
+    collectives  [(kind, elements of the whole buffer)], in the order in which they were issued
+    operations   [(name, storages that it used)]; the name of a collective is its kind
+    peak         the most bytes that were alive after an operation: of `alive`, and of what operations in the block
+                 made. A storage that was freed by resizing counts 0. Copies inside of a backend are not counted;
+                 gloo's reduce-scatter makes one of its input.
+    """
+
+    def __init__(self, *alive, probe=None):
+        super().__init__()
+        self.probe = probe
+        self.probed = []
+        self.collectives = []
+        self.operations = []
+        self.peak = 0
+        self.storages = {}  # address -> weak reference, which also keeps the address from being used again
+        self.add(storages_of(alive))
+
+    def add(self, storages):
+        for storage in storages:
+            if storage._cdata not in self.storages:
+                self.storages[storage._cdata] = StorageWeakRef(storage)
+
+    def live_bytes(self):
+        total = 0
+        for address, weak in list(self.storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None:
+                del self.storages[address]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read, written = storages_of((args, kwargs)), storages_of(result)
+        addresses = [storage._cdata for storage in read]
+        self.add(storage for storage in written if storage._cdata not in addresses)  # not views of what was there
+        name = func._schema.name.split("::")[1]
+        if func.namespace == "c10d":
+            name = KINDS.get(name, name)
+            sizes = [each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            self.collectives.append((name, max(sizes, default=0)))
+        self.operations.append((name, addresses))
+        self.peak = max(self.peak, self.live_bytes())
+        if self.probe is not None:
+            self.probed.append(self.probe())
+        return result
+
+
+def storages_of(values):
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [each.untyped_storage() for each in tensors if each.layout is torch.strided]
+
+
+def storage_bytes(tensors):
+    """Bytes of the storages under these tensors, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())

@@ -1,0 +1,1105 @@
+"""What the three chapters promise, as a specification. Every rank has its own data in every test.
+
+The body of a test runs on `ranks` processes at the same time (`on_every_rank`). `-m "not long"` leaves out the tests
+with other numbers of ranks than two or three, and the long lists of optimizers.
+"""
+
+import copy
+import gc
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    MOMENTUM,
+    AuxiliaryLoss,
+    Blocks,
+    Dtypes,
+    Frozen,
+    Nested,
+    Pair,
+    PartlyRecomputed,
+    Recomputed,
+    Recorder,
+    Tied,
+    Tiny,
+    Twice,
+    batch,
+    concatenated,
+    mse,
+    mse_and_auxiliary,
+    on_every_rank,
+    own_batch,
+    raised_on_every_rank,
+    same,
+    seeded,
+    storage_bytes,
+    whole_weights,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from zero1 import ZeRO1
+from zero2 import ZeRO2
+from zero3 import ZeRO3
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # a step too many or too few shows in the decay
+
+
+def long(*values):
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+stages = pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
+moving = pytest.mark.parametrize("stage", [ZeRO2, ZeRO3])  # whose gradients leave `param.grad` during backward
+two_ranks = pytest.mark.parametrize("ranks", [2])
+all_ranks = pytest.mark.parametrize("ranks", [2, *long(1, 3, 4)])
+
+# Losses and weights.
+
+MODELS = [Blocks, Tied, Frozen, Recomputed, PartlyRecomputed, Twice, Tiny, Dtypes, Nested]
+
+
+@all_ranks
+@stages
+@pytest.mark.parametrize("make", MODELS)
+@on_every_rank
+def test_trains_as_one_process_on_the_concatenated_batch(ranks, stage, make):
+    """Losses and weights equal one process's: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
+
+    In float64, where the order of a sum makes 1e-15 and any mistake makes more than 1e-12.
+    """
+    Pair(stage, seeded(make)).train()
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_a_loss_that_leaves_a_unit_by_a_side_path(ranks, stage):
+    """A loss that a block keeps as an attribute has the correct gradient, also where its weights were freed."""
+    Pair(stage, seeded(AuxiliaryLoss)).train(loss=mse_and_auxiliary)
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_graphs_may_be_used_twice_and_in_any_order(ranks, stage):
+    """Two forwards before their backwards, the later one's first; and a graph that is kept for a second backward."""
+    pair = Pair(stage, seeded(Tied))
+    for step in range(2):
+        for model, data in (pair.plain, partial(concatenated, ranks=pair.ranks)), (pair.engine, own_batch):
+            first, second = mse(model, *data(2 * step)), mse(model, *data(2 * step + 1))
+            second.backward(retain_graph=True)
+            first.backward()
+            second.backward()
+        pair.step()
+    pair.check_weights()
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_hooks_of_users(ranks, stage):
+    """Hooks on weights and on modules do what they do in plain torch, those on units included."""
+    model = seeded(Blocks)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: output * module.scale)
+    model.blocks[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * module.scale,))
+    pair = Pair(stage, model)
+    for each in (pair.plain, pair.engine.model):
+        each.blocks[1].up.weight.register_hook(lambda gradient: gradient / 2)
+        each.blocks[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + module.scale,))
+        each.blocks[1].register_full_backward_hook(lambda module, into, out: tuple(each / 2 for each in into))
+    pair.train()
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_gradients_may_be_read_and_changed_after_reduce_gradients(ranks, stage):
+    """From then on `shard.grad` is this rank's part of the mean, and `step()` uses it as it is."""
+    pair = Pair(stage, seeded(Blocks))
+    for step in range(2):
+        pair.backward(step)
+        pair.engine.reduce_gradients()
+        squares = sum(shard.grad.square().sum() for shard in pair.optimizers[1].param_groups[0]["params"])
+        dist.all_reduce(squares)
+        norm = nn.utils.get_total_norm([param.grad for param in pair.plain.parameters()])
+        same(squares.sqrt(), norm, 1e-12, "the norm of all gradients")
+        for optimizer in pair.optimizers:
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad *= 0.5
+        pair.step()
+    pair.check_weights()
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_gradients_add_up_until_they_are_cleared(ranks, stage):
+    """Steps without `zero_grad()` do what they do in plain torch."""
+    pair = Pair(stage, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        pair.optimizers[0].step()
+        pair.engine.step()
+    pair.check_weights()
+
+
+OPTIONS = {
+    "a bucket per parameter": (ZeRO1, {"bucket_mb": 0}),
+    "several small buckets": (ZeRO2, {"bucket_mb": 0.0005}),
+    "a bucket per parameter, reduced in backward": (ZeRO2, {"bucket_mb": 0}),
+    "no prefetch": (ZeRO3, {"prefetch": 0}),
+    "two units ahead": (ZeRO3, {"prefetch": 2}),
+    "only the root": (ZeRO3, {"units": []}),
+}
+
+
+@all_ranks
+@pytest.mark.parametrize("option", OPTIONS)
+@on_every_rank
+def test_options_change_no_value(ranks, option):
+    """Buckets of any size, prefetch and the choice of units change neither losses nor weights."""
+    stage, options = OPTIONS[option]
+    Pair(stage, seeded(Tied), **options).train()
+
+
+@all_ranks
+@stages
+@on_every_rank
+def test_several_backwards_before_a_step_add_up(ranks, stage):
+    """Gradient accumulation needs no option."""
+    pair = Pair(stage, seeded(Tied))
+    for step in range(3):
+        for micro in range(3):
+            pair.backward(3 * step + micro)
+        pair.step()
+    pair.check_weights()
+
+
+@all_ranks
+@stages
+@on_every_rank
+def test_evaluations_in_between_change_nothing(ranks, stage):
+    """A forward under no_grad is allowed between steps, between backwards, and between a forward and its backward."""
+    pair = Pair(stage, seeded(Recomputed))
+
+    def evaluate(step):
+        with torch.no_grad():
+            found, expected = pair.engine(own_batch(step)[0]), pair.plain(own_batch(step)[0])
+        same(found, expected, 1e-12, "an evaluation")
+
+    def loss_then_evaluation(model, inputs, targets):
+        loss = mse(model, inputs, targets)
+        if model is pair.engine:
+            evaluate(8)
+        return loss
+
+    for step in range(3):
+        pair.backward(step)
+        evaluate(9)
+        pair.backward(10 + step, loss_then_evaluation)
+        pair.step()
+        evaluate(7)
+    pair.check_weights()
+
+
+@pytest.mark.parametrize("ranks", [3])
+@stages
+@on_every_rank
+def test_a_group_trains_without_the_other_ranks(ranks, stage):
+    """With `group=` the ranks of the group train among themselves; a rank outside of it gets an error."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        model = seeded(Tied)
+        build = partial(stage, model, MOMENTUM(model.parameters()), group=group)
+        raised_on_every_rank(ValueError, "not in `group`", build)
+    else:
+        Pair(stage, seeded(Tied), ranks=[0, 2], group=group).train()
+
+
+class Gpt(nn.Module):
+    """Attention, norms, a tied head: float32, and sizes that fill no vector register evenly."""
+
+    def __init__(self, width=20):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        layer = partial(nn.TransformerEncoderLayer, width, 4, 33, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(layer() for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))[:, 0, :3]
+
+
+class Ddp:
+    def __init__(self, model, optimizer):
+        self.model = DistributedDataParallel(model)
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+
+    def __call__(self, inputs):
+        return self.model(inputs)
+
+
+def fsdp2(model, make_optimizer):
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, make_optimizer(model.parameters())
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(ranks, stage):
+    """In float32 the losses are the same numbers.
+
+    All three add the gradients of two ranks, and a + b is b + a. With more ranks the order of the sum differs.
+    """
+    model = seeded(Gpt, dtype=torch.float32)
+    ours, of_ddp = copy.deepcopy(model), copy.deepcopy(model)
+    of_fsdp2, optimizer = fsdp2(model, ADAMW)
+    engine = stage(ours, ADAMW(ours.parameters()))
+    ddp = Ddp(of_ddp, ADAMW(of_ddp.parameters()))
+    for step in range(5):
+        data = own_batch(step, dtype=torch.float32)
+        losses = [mse(each, *data) for each in (engine, ddp, of_fsdp2)]
+        for loss in losses:
+            loss.backward()
+        same(losses[0], losses[1], 0, f"the loss of step {step}, and DDP's")
+        same(losses[0], losses[2], 0, f"the loss of step {step}, and FSDP2's")
+        for each in (engine, ddp, optimizer):
+            each.step()
+            each.zero_grad()
+    expected = dict(of_ddp.named_parameters())
+    for name, weight in whole_weights(engine).items():
+        same(weight, expected[name].detach(), 0, f"{name}, and DDP's")
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_other_layers_train_as_under_ddp(ranks, stage):
+    """Convolutions in channels_last, LSTMs, attention, batch and weight norm and dropout train as under DDP."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(1, 6, 3, padding=1)
+            self.blocks = nn.ModuleList(
+                [
+                    nn.LSTM(6, 6, num_layers=2, batch_first=True),
+                    nn.MultiheadAttention(6, 2, batch_first=True),
+                    nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6)),
+                ]
+            )
+            self.head = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))
+
+        def forward(self, tokens):
+            x = self.convolution(tokens.float()[:, None, None]).mean(2).transpose(1, 2).contiguous()
+            lstm, attention, last = self.blocks
+            x, _ = lstm(x)
+            x, _ = attention(x, x, x)
+            return self.head(last(x.mean(1)))
+
+    model = seeded(Layers, dtype=torch.float32).to(memory_format=torch.channels_last)
+    ours, of_ddp = copy.deepcopy(model), copy.deepcopy(model)
+    engine = stage(ours, ADAMW(ours.parameters()))
+    ddp = Ddp(of_ddp, ADAMW(of_ddp.parameters()))
+    for step in range(3):
+        losses = []
+        for each in (engine, ddp):
+            torch.manual_seed(100 * step + dist.get_rank())  # of dropout
+            losses.append(mse(each, *own_batch(step, dtype=torch.float32)))
+            losses[-1].backward()
+            each.step()
+            each.zero_grad()
+        same(losses[0], losses[1], 1e-6, f"the loss of step {step}")
+
+
+# The optimizer.
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),  # its constructor makes its state
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.01, dtype=torch.float64)),
+    "Adam, maximize": partial(torch.optim.Adam, lr=0.001, maximize=True),
+    "SGD": partial(torch.optim.SGD, lr=0.02),
+    "SGD, Nesterov": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5, centered=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "ASGD": partial(torch.optim.ASGD, lr=0.02, t0=1),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "Adagrad, decay": partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, weight_decay=0.1),
+}
+
+
+@two_ranks
+@stages
+@pytest.mark.parametrize("name", [*list(OPTIMIZERS)[:3], *long(*list(OPTIMIZERS)[3:])])
+@on_every_rank
+def test_optimizers_that_treat_each_element_by_itself(ranks, stage, name):
+    """The optimizer that the user built updates the shards, with all of its options."""
+    Pair(stage, seeded(Tied), OPTIMIZERS[name], tolerance=1e-10).train(5)  # division by small roots amplifies
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_an_optimizer_over_named_parameters(ranks, stage):
+    """`AdamW(model.named_parameters())` works, too."""
+    model = seeded(Blocks)
+    pair = Pair(stage, model)
+    plain, mine = copy.deepcopy(model), copy.deepcopy(model)
+    pair.plain, pair.optimizers = plain, [ADAMW(plain.parameters()), ADAMW(mine.named_parameters())]
+    pair.engine = stage(mine, pair.optimizers[1])
+    pair.train()
+    pair.optimizers[1].state_dict()
+
+
+@two_ranks
+@stages
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_every_rank
+def test_schedulers_built_before_or_after_the_stage(ranks, stage, when):
+    """The stage keeps the optimizer and its group, so a scheduler keeps changing its learning rate."""
+    make = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
+    Pair(stage, seeded(Blocks), schedule=(make, None) if when == "before" else (None, make)).train(4)
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_options_of_the_group_follow_the_optimizer(ranks, stage):
+    """The learning rate may be changed by hand between steps."""
+    pair = Pair(stage, seeded(Blocks))
+    for step in range(3):
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0]["lr"] = 0.01 * step
+        pair.backward(step)
+        pair.step()
+    pair.check_weights()
+
+
+# What a rank holds.
+
+
+class Wide(nn.Module):
+    """Large layers and hardly any activations, so that the bytes alive are parameters and gradients.
+
+    Sizes are powers of two: without padding the bytes are the accounting's, exactly.
+    """
+
+    def __init__(self, width=64, blocks=6):
+        super().__init__()
+        self.first = nn.Linear(1, width, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
+        self.head = nn.Linear(width, 32, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def wide_batch(step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(1, 1, generator=generator), torch.randn(1, 32, generator=generator)
+
+
+FUSED = partial(torch.optim.AdamW, lr=1e-3, fused=True)  # makes no temporary tensors
+
+
+def wide_engine(stage, recorder=None, **options):
+    model = seeded(Wide, dtype=torch.float32)
+    return stage(model, FUSED(model.parameters()), **options)
+
+
+def held_by(engine):
+    """Bytes of (parameters, gradients, optimizer state)."""
+    shards = engine.optimizer.param_groups[0]["params"]
+    tensors = [*engine.model.parameters(), *shards]
+    state = [value for values in engine.optimizer.state.values() for value in values.values()]
+    return storage_bytes(tensors), storage_bytes(each.grad for each in tensors), storage_bytes(state)
+
+
+@pytest.mark.parametrize("ranks", [2, *long(1, 4)])
+@stages
+@on_every_rank
+def test_held_bytes_are_the_accounting(ranks, stage):
+    """Between backward and `zero_grad()` a rank holds what the end of each chapter says, and nothing besides."""
+    bytes_of_model = storage_bytes(seeded(Wide, dtype=torch.float32).parameters())
+    whole, part = bytes_of_model, bytes_of_model // ranks
+    with Recorder() as recorder:
+        engine = wide_engine(stage)
+        for step in range(2):
+            mse(engine, *wide_batch(step)).backward()
+            engine.step()
+            found = held_by(engine)
+            engine.zero_grad()
+        gc.collect()
+        after_zero_grad = recorder.live_bytes()
+    expected = {
+        ZeRO1: (whole, whole, 2 * part),
+        ZeRO2: (whole, part, 2 * part),
+        ZeRO3: (part, part, 2 * part),
+    }[stage]
+    counters = 4 * len(engine.optimizer.param_groups[0]["params"])  # AdamW counts the steps of each tensor
+    same(found, (*expected[:2], expected[2] + counters), what="bytes of parameters, gradients, optimizer state")
+    kept = expected[0] + expected[2] + counters + (whole if stage is ZeRO1 else 0)
+    same(after_zero_grad, kept, what="bytes of all tensors alive after zero_grad()")
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_state_that_a_constructor_makes_is_sharded(ranks, stage):
+    """Adagrad makes its state before the stage is built: the whole one is not kept."""
+    model = seeded(Wide, dtype=torch.float32)
+    size = storage_bytes(model.parameters())
+    engine = stage(model, torch.optim.Adagrad(model.parameters()))
+    counters = 4 * len(engine.optimizer.param_groups[0]["params"])
+    same(held_by(engine)[2], size // ranks + counters, what="bytes of optimizer state")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, *long(1, 4)])
+@stages
+@pytest.mark.parametrize("make", [Tied, Tiny])
+@on_every_rank
+def test_padding_is_all_that_uneven_sizes_add(ranks, stage, make):
+    """At most 16 bytes for each parameter, and 16 for each rank's shard."""
+    model = seeded(make, dtype=torch.float32)
+    params = list(model.parameters())
+    exact = sum(param.nbytes for param in params)
+    engine = stage(model, ADAMW(params))
+    mse(engine, *own_batch(0, dtype=torch.float32)).backward()
+    engine.step()
+    buckets = getattr(engine, "buckets", None) or engine.units
+    padding = 16 * len(params) + 16 * ranks * len(buckets)
+    _, _, state = held_by(engine)
+    state -= 4 * len(buckets)
+    least, most = 2 * exact / ranks / 2, 2 * (exact + padding) / ranks
+    assert state % 8 == 0 and state <= most, (least, state, most)
+    everywhere = torch.tensor(state)
+    dist.all_reduce(everywhere)
+    assert 2 * exact <= everywhere <= 2 * (exact + padding), (exact, everywhere, padding)
+
+
+PEAKS = {
+    # accounting at the end of each chapter: Ψ, N, B: bytes of a bucket, R: root, U: unit, H: root's early gradients
+    ZeRO1: lambda psi, n, b, r, u, h: 8 * psi + 8 * psi / n + u,
+    ZeRO2: lambda psi, n, b, r, u, h: 4 * psi + 12 * psi / n + (2 - 1 / n) * b,
+    ZeRO3: lambda psi, n, b, r, u, h: 16 * psi / n + r + h + 4 * u - (r + 2 * u) / n,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, *long(4)])
+@stages
+@on_every_rank
+def test_peak_is_the_accounting(ranks, stage):
+    """No operation of a step finds more alive than the accounting says, activations aside."""
+    engine, peak = peak_of(stage)
+    psi = sum(param.numel() for param in engine.model.parameters())
+    unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
+    expected = PEAKS[stage](psi, ranks, unit, root, unit, head)
+    activations = 40_000  # seven activations of 256 floats and their gradients, the batch, AdamW's counters
+    assert expected - unit / 4 <= peak <= expected + activations, (expected, peak, (peak - expected) / unit)
+
+
+def peak_of(stage):
+    model = seeded(partial(Wide, 256), dtype=torch.float32)
+    with Recorder(model.parameters()) as recorder:
+        options = {} if stage is ZeRO3 else {"bucket_mb": 0}  # a layer is a bucket
+        engine = stage(model, FUSED(model.parameters()), **options)
+        for step in range(2):
+            recorder.peak = 0  # the first step makes the optimizer's state
+            mse(engine, *wide_batch(step)).backward()
+            engine.step()
+            engine.zero_grad()
+    return engine, recorder.peak
+
+
+@two_ranks
+@on_every_rank
+def test_peak_of_zero3_is_not_above_fsdp2s(ranks):
+    """With the same units and prefetch ZeRO-3 needs no more memory than `fully_shard`."""
+    _, ours = peak_of(ZeRO3)
+    model = seeded(partial(Wide, 256), dtype=torch.float32)
+    with Recorder(model.parameters()) as recorder:
+        model, optimizer = fsdp2(model, FUSED)
+        for step in range(2):
+            recorder.peak = 0
+            mse(model, *wide_batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0 < ours <= recorder.peak, (ours, recorder.peak)
+
+
+@two_ranks
+@on_every_rank
+def test_zero2_has_whole_gradients_of_two_buckets_at_most(ranks):
+    """At any operation of a backward: the bucket that autograd fills, and the one in flight."""
+
+    def whole_gradients():
+        tensors = [param.grad for param in engine.model.parameters()]
+        if engine.in_flight is not None:
+            tensors.append(engine.in_flight.flat)
+        return storage_bytes(tensors)
+
+    engine = wide_engine(ZeRO2, bucket_mb=0)
+    with Recorder(probe=whole_gradients) as recorder:
+        for step in range(2):
+            mse(engine, *wide_batch(step)).backward()
+            engine.step()
+            engine.zero_grad()
+    bucket = 4 * 64 * 64
+    assert bucket <= max(recorder.probed) <= 2 * bucket, recorder.probed
+
+
+@all_ranks
+@pytest.mark.parametrize("make", [Wide, Recomputed, Twice, Tied])
+@pytest.mark.parametrize("prefetch", [1, *long(0, 2)])
+@on_every_rank
+def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
+    """Two units and the root at most have memory at any time, and nothing between the steps."""
+    model = seeded(make, dtype=torch.float32)
+    engine = ZeRO3(model, ADAMW(model.parameters()), prefetch=prefetch)
+    sizes = sorted((unit.flat.numel() * 4 for unit in engine.units if unit.module is not model), reverse=True)
+    root = sum(unit.flat.numel() * 4 for unit in engine.units if unit.module is model)
+    # In backward a unit that ran twice stays from one run to the other. In forward its second run gathers the unit
+    # that followed the first one, which stays until backward.
+    more = sizes[0] if make is Twice else 0
+
+    def gathered():
+        return storage_bytes(model.parameters())
+
+    same(gathered(), 0, what="bytes gathered after the build")
+    data = wide_batch if make is Wide else partial(own_batch, dtype=torch.float32)
+    with Recorder(probe=gathered) as recorder:
+        for step in range(2):
+            loss = mse(engine, *data(step))
+            assert root <= gathered() <= root + more, gathered()
+            loss.backward()
+            same(gathered(), 0, what="bytes gathered after backward")
+            mse(engine, *data(step + 5))
+            engine.step()
+            same(gathered(), 0, what="bytes gathered after a forward without a backward, and a step")
+            engine.zero_grad()
+            with torch.no_grad():
+                engine(data(step)[0])
+            same(gathered(), 0, what="bytes gathered after an evaluation")
+    most = root + more + sum(sizes[: 1 + (prefetch if ranks > 1 else 0)])
+    assert max(recorder.probed) <= most, (max(recorder.probed), root, sizes)
+
+
+# What a rank sends.
+
+
+@pytest.mark.parametrize("ranks", [2, *long(3)])
+@stages
+@pytest.mark.parametrize("backwards", [1, 2])
+@on_every_rank
+def test_sent_is_the_accounting(ranks, stage, backwards):
+    """Kind, order and elements of every collective in a step; all of them whole buffers, padding included."""
+    engine = wide_engine(stage, bucket_mb=0.02) if stage is not ZeRO3 else wide_engine(stage)
+    with Recorder() as recorder:
+        for micro in range(backwards):
+            mse(engine, *wide_batch(micro)).backward()
+        engine.step()
+        engine.zero_grad()
+    if stage is ZeRO1:
+        sizes = [bucket.numel for bucket in engine.buckets]
+        expected = [("all-reduce", size) for size in sizes] + [("all-gather", size) for size in sizes]
+    elif stage is ZeRO2:
+        sizes = [bucket.numel for bucket in engine.buckets]
+        expected = [("reduce-scatter", size) for size in sizes] * backwards + [("all-gather", size) for size in sizes]
+    else:
+        *units, root = [unit.numel for unit in engine.units]
+        forward = [("all-gather", root)] + [("all-gather", size) for size in units]
+        backward = [("all-gather", units[-1]), ("all-gather", units[-2])]
+        for index in reversed(range(len(units))):
+            backward.append(("reduce-scatter", units[index]))
+            if index >= 2:
+                backward.append(("all-gather", units[index - 2]))
+        backward.append(("reduce-scatter", root))
+        expected = (forward + backward) * backwards
+    same(recorder.collectives, expected, what="collectives of a step")
+    psi = sum(param.numel() for param in engine.model.parameters())
+    factor = {ZeRO1: 3, ZeRO2: backwards + 1, ZeRO3: 3 * backwards}[stage]
+    sent = sum((2 if kind == "all-reduce" else 1) * elements for kind, elements in recorder.collectives)
+    root = engine.units[-1].numel * backwards if stage is ZeRO3 else 0  # it is gathered once, and not twice
+    padding = 3 * 4 * ranks * len(recorder.collectives)
+    assert factor * psi <= sent + root <= factor * psi + padding, (sent, root, psi)
+    if ranks == 2:
+        same(sent + root, factor * psi, what="elements sent")
+
+
+@pytest.mark.parametrize("ranks", [2, *long(3, 4)])
+@pytest.mark.parametrize("make", [Wide, Recomputed])
+@on_every_rank
+def test_zero3_gathers_the_next_unit_before_the_present_one_computes(ranks, make):
+    """In forward and in backward: the gather is issued first, so that it travels while the unit computes."""
+    model = seeded(make, dtype=torch.float32)
+    engine = ZeRO3(model, ADAMW(model.parameters()))
+    data = wide_batch if make is Wide else partial(own_batch, dtype=torch.float32)
+    places = {unit.flat.untyped_storage()._cdata: index for index, unit in enumerate(engine.units)}
+    inner = len(engine.units) - 1
+
+    def events(function):
+        with Recorder() as recorder:
+            result = function()
+        found = []
+        for name, used in recorder.operations:
+            for index in dict.fromkeys(places[each] for each in used if each in places):
+                if index < inner:
+                    found.append(("gather" if name == "all-gather" else "compute", index))
+        return result, list(dict.fromkeys(found))  # the first of each
+
+    loss, forward = events(lambda: mse(engine, *data(0)))
+    _, backward = events(loss.backward)
+    for index in range(inner - 1):
+        assert forward.index(("gather", index + 1)) < forward.index(("compute", index)), forward
+        assert backward.index(("gather", index)) < backward.index(("compute", index + 1)), backward
+
+
+@two_ranks
+@on_every_rank
+def test_zero2_sends_a_bucket_while_backward_goes_on(ranks):
+    """The first bucket leaves before the gradients of the others are computed."""
+    engine = wide_engine(ZeRO2, bucket_mb=0)
+    loss = mse(engine, *wide_batch(0))
+    with Recorder() as recorder:
+        loss.backward()
+    names = [name for name, _ in recorder.operations]
+    sends = [index for index, name in enumerate(names) if name == "reduce-scatter"]
+    same(len(sends), len(engine.buckets))
+    for before, after in zip(sends, sends[1:]):
+        assert "mm" in names[before:after], names[before:after]
+
+
+# What is refused. Every message says what to do.
+
+
+def two_groups(model):
+    return torch.optim.SGD([{"params": [param]} for param in model.parameters()], lr=0.1)
+
+
+def stepped(model):
+    optimizer = ADAMW(model.parameters())
+    mse(model, *batch(0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+REFUSED = {
+    "not an optimizer": (TypeError, "expected an optimizer", lambda model: torch.optim.AdamW),
+    "LBFGS": (ValueError, "looks at whole tensors", lambda model: torch.optim.LBFGS(model.parameters())),
+    "Adafactor": (ValueError, "looks at whole tensors", lambda model: torch.optim.Adafactor(model.parameters())),
+    "two groups": (ValueError, "parameter groups", two_groups),
+    "left out": (ValueError, "not in the optimizer: ['head.weight'", lambda model: ADAMW([*model.parameters()][:-2])),
+    "foreign": (
+        ValueError,
+        "not parameters of the model",
+        lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))]),
+    ),
+    "stepped": (ValueError, "has made steps already", stepped),
+    "all frozen": (ValueError, "nothing to train", lambda model: ADAMW(model.requires_grad_(False).parameters())),
+    "meta": (ValueError, "move the model to one device", lambda model: ADAMW(model.to("meta").parameters())),
+    "two devices": (ValueError, "move the model to one device", lambda model: ADAMW(half_on_meta(model).parameters())),
+}
+
+
+def half_on_meta(model):
+    model.head.to("meta")
+    return model
+
+
+@two_ranks
+@stages
+@pytest.mark.parametrize("case", REFUSED)
+@on_every_rank
+def test_refuses_before_anything_is_sent(ranks, stage, case):
+    """A build that cannot train raises on every rank, sends nothing, and leaves the model as it was."""
+    error, text, make_optimizer = REFUSED[case]
+    model = seeded(Blocks)
+    optimizer = make_optimizer(model)
+    with Recorder() as recorder:
+        raised_on_every_rank(error, text, stage, model, optimizer)
+    same(recorder.collectives, [])
+    if case not in ("all frozen", "meta", "two devices"):
+        Pair(stage, model).train(1)
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_refuses_inference_mode(ranks, stage):
+    """Tensors that are made in inference mode cannot be trained."""
+    model = seeded(Blocks)
+    with torch.inference_mode():
+        raised_on_every_rank(RuntimeError, "inference_mode", stage, model, MOMENTUM(model.parameters()))
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_refuses_a_model_in_ddp(ranks, stage):
+    """DDP averages gradients, too, and at another time."""
+    model = DistributedDataParallel(seeded(Blocks))
+    raised_on_every_rank(TypeError, "remove DDP", stage, model, MOMENTUM(model.parameters()))
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_refuses_the_optimizers_own_step(ranks, stage):
+    """`optimizer.step()`, and so a GradScaler's, is refused before the gradients are reduced."""
+    pair = Pair(stage, seeded(Blocks), **({} if stage is ZeRO3 else {"bucket_mb": 0}))
+    raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
+    loss = mse(pair.engine, *own_batch(5))
+    raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
+    if stage is not ZeRO3:  # in ZeRO-3 all gradients are reduced when backward is over
+        loss.backward()
+        raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
+    pair.engine.zero_grad()
+    pair.train()
+
+
+def clear_by_model(engine, loss):
+    engine.model.zero_grad()
+    loss.backward()
+
+
+def clear_after(engine, loss):
+    loss.backward()
+    engine.model.zero_grad()
+
+
+def drop_one(engine, loss):
+    loss.backward()
+    engine.model.head.weight.grad = None
+
+
+def replace_one(engine, loss):
+    loss.backward()
+    engine.model.head.weight.grad = torch.ones_like(engine.model.head.weight)
+
+
+def create_graph(engine, loss):
+    loss.backward(create_graph=True)
+
+
+@two_ranks
+@pytest.mark.parametrize("do", [clear_by_model, clear_after, drop_one, replace_one, create_graph])
+@on_every_rank
+def test_zero1_refuses_gradients_that_left_the_bucket(ranks, do):
+    """Such gradients would not be sent: `step()` raises before anything is, and training goes on after zero_grad()."""
+    pair = Pair(ZeRO1, seeded(Blocks))
+    pair.train(1)
+    do(pair.engine, mse(pair.engine, *own_batch(7)))
+    with Recorder() as recorder:
+        raised_on_every_rank(RuntimeError, "was replaced", pair.engine.step)
+    same(recorder.collectives, [])
+    pair.engine.zero_grad()
+    pair.train()
+
+
+@two_ranks
+@on_every_rank
+def test_zero1_edits_of_gradients_count(ranks):
+    """`param.grad.mul_()` between backward and step does what it does in plain torch."""
+    pair = Pair(ZeRO1, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        for model in (pair.plain, pair.engine.model):
+            model.head.weight.grad.mul_(0.5)
+        pair.step()
+    pair.check_weights()
+
+
+@two_ranks
+@on_every_rank
+def test_zero1_refuses_the_optimizers_zero_grad(ranks):
+    """`optimizer.zero_grad()` clears the shards only, so the gradients of the last step would count again."""
+    pair = Pair(ZeRO1, seeded(Blocks))
+    pair.backward(0)
+    pair.optimizers[0].step()
+    pair.optimizers[0].zero_grad()
+    pair.engine.step()
+    pair.engine.optimizer.zero_grad()
+    mse(pair.engine, *own_batch(7)).backward()
+    raised_on_every_rank(RuntimeError, "zero_grad() of this stage", pair.engine.step)
+    pair.engine.zero_grad()
+    pair.train()
+
+
+@two_ranks
+@moving
+@on_every_rank
+def test_the_optimizers_zero_grad_serves_where_gradients_are_shards(ranks, stage):
+    """In ZeRO-2 and ZeRO-3 `optimizer.zero_grad()` after a step clears all that there is."""
+    pair = Pair(stage, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        pair.optimizers[0].step()
+        pair.optimizers[0].zero_grad()
+        pair.engine.step()
+        pair.engine.optimizer.zero_grad()
+    pair.check_weights()
+
+
+@two_ranks
+@moving
+@on_every_rank
+def test_refuses_gradients_that_are_set_after_they_were_sent(ranks, stage):
+    """`param.grad = ...` after backward would change nothing."""
+    pair = Pair(stage, seeded(Blocks))
+    mse(pair.engine, *own_batch(7)).backward()
+    for param in pair.engine.model.parameters():
+        same(param.grad, None)
+    pair.engine.model.head.bias.grad = torch.ones_like(pair.engine.model.head.bias)
+    raised_on_every_rank(RuntimeError, "param.grad of ['head.bias'] was set", pair.engine.step)
+    pair.engine.zero_grad()
+    pair.train()
+
+
+class Unused(Blocks):
+    """A layer that no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+@two_ranks
+@on_every_rank
+def test_an_unused_parameter_has_a_zero_gradient_in_zero1(ranks):
+    """So AdamW decays it, as plain torch does a parameter whose gradient is zero."""
+    pair = Pair(ZeRO1, seeded(Unused), ADAMW)
+    before = pair.engine.model.unused.weight.detach().clone()
+    for param in pair.plain.parameters():
+        param.grad = torch.zeros_like(param)
+    pair.train()
+    assert not torch.equal(before, pair.engine.model.unused.weight)
+
+
+@two_ranks
+@moving
+@on_every_rank
+def test_an_unused_parameter_is_an_error_where_gradients_are_waited_for(ranks, stage):
+    """It is named, nothing is updated, and it can be frozen before the build."""
+    model = seeded(Unused)
+    engine = stage(model, ADAMW(model.parameters()))
+    before = whole_weights(engine)
+    mse(engine, *own_batch(0)).backward()
+    raised_on_every_rank(RuntimeError, "['unused.", engine.step)
+    for name, weight in whole_weights(engine).items():
+        same(weight, before[name], 0, name)
+    frozen = seeded(Unused)
+    frozen.unused.requires_grad_(False)
+    Pair(stage, frozen).train()
+
+
+@two_ranks
+@moving
+@on_every_rank
+def test_a_parameter_left_out_of_one_backward_is_an_error(ranks, stage):
+    """Also where another backward before the same step brings its gradient."""
+    pair = Pair(stage, seeded(Blocks))
+    mse(pair.engine, *own_batch(6)).backward()
+
+    def without_head(model, inputs, targets):
+        head, model.model.head = model.model.head, nn.Identity()
+        loss = model(inputs).mean()
+        model.model.head = head
+        return loss
+
+    without_head(pair.engine, *own_batch(7)).backward()
+    raised_on_every_rank(RuntimeError, "head.", pair.engine.step)
+    pair.engine.zero_grad()
+    pair.train()
+
+
+@two_ranks
+@on_every_rank
+def test_zero2_refuses_a_second_gradient_of_a_bucket_that_was_not_complete(ranks):
+    """Two backwards that leave out the same parameter: the second one raises, instead of sending the sum late."""
+    pair = Pair(ZeRO2, seeded(Unused))
+    mse(pair.engine, *own_batch(0)).backward()
+    raised_on_every_rank(RuntimeError, "came before its bucket was complete", mse(pair.engine, *own_batch(1)).backward)
+    pair.engine.zero_grad()
+    raised_on_every_rank(RuntimeError, "no gradient for", pair.engine.step)
+
+
+class InPlace(Blocks):
+    """Changes a tensor that backward still needs."""
+
+    def call(self, block, x):
+        y = torch.exp(block(x) / 9)
+        doubled = y * 2
+        y.add_(1)
+        return doubled
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_refuses_saved_tensors_that_were_changed_in_place(ranks, stage):
+    """As plain torch does."""
+    pair = Pair(stage, seeded(InPlace))
+    raised_on_every_rank(RuntimeError, "place", mse(pair.engine, *own_batch(0)).backward)
+
+
+@two_ranks
+@moving
+@on_every_rank
+def test_refuses_sparse_gradients(ranks, stage):
+    """A flat buffer has no place for them."""
+    model = seeded(Blocks)
+    model.embedding.sparse = True
+    engine = stage(model, MOMENTUM(model.parameters()))
+    loss = mse(engine, *own_batch(0))
+    raised_on_every_rank(RuntimeError, "'embedding.weight' is sparse", loss.backward)
+    engine.zero_grad()
+    model.embedding.sparse = False
+    mse(engine, *own_batch(0)).backward()
+    engine.step()
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_goes_on_after_an_exception(ranks, stage):
+    """An error in a forward or in the middle of a backward leaves nothing behind once zero_grad() was called."""
+
+    class Stumbles(Blocks):
+        stumble = None
+
+        def call(self, block, x):
+            if block is self.blocks[1] and self.stumble == "forward":
+                raise KeyError("stumble")
+            x = block(x)
+            if block is self.blocks[1] and self.stumble == "backward":
+                x.register_hook(stumble)
+            return x
+
+    def stumble(gradient):
+        raise KeyError("stumble")
+
+    pair = Pair(stage, seeded(Stumbles))
+    pair.train(1)
+    pair.engine.model.stumble = "forward"
+    raised_on_every_rank(KeyError, "stumble", mse, pair.engine, *own_batch(5))
+    pair.engine.zero_grad()
+    pair.engine.model.stumble = "backward"
+    loss = mse(pair.engine, *own_batch(5))
+    raised_on_every_rank(KeyError, "stumble", loss.backward)
+    pair.engine.zero_grad()
+    pair.engine.model.stumble = None
+    pair.train()
+
+
+# Its surroundings.
+
+
+@two_ranks
+@stages
+@pytest.mark.parametrize("make", [Recomputed, AuxiliaryLoss])
+@on_every_rank
+def test_a_dropped_stage_is_freed(ranks, stage, make):
+    """Neither hooks nor autograd keep a stage or its model alive, nor does a loss that a block keeps."""
+    model = seeded(make)
+    engine = stage(model, ADAMW(model.parameters()))
+    for step in range(2):
+        engine.training_step(*own_batch(step), nn.functional.mse_loss)
+    mse(engine, *own_batch(2))
+    dropped = [weakref.ref(each) for each in (engine, model, engine.optimizer, next(model.parameters()))]
+    del engine, model
+    gc.collect()
+    same([each() for each in dropped], [None] * 4)
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_training_step_is_a_step(ranks, stage):
+    """`training_step` returns this rank's loss, detached, and does what the loop by hand does."""
+    one, other = (seeded(Blocks) for _ in range(2))
+    one, other = stage(one, ADAMW(one.parameters())), stage(other, ADAMW(other.parameters()))
+    for step in range(2):
+        found = one.training_step(*own_batch(step), nn.functional.mse_loss)
+        expected = mse(other, *own_batch(step))
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        same(found, expected.detach(), 0, "loss")
+        same((found.requires_grad, found.shape), (False, ()))
+    for found, expected in zip(whole_weights(one).values(), whole_weights(other).values()):
+        same(found, expected, 0, "weights")
+
+
+def cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def torchrun(arguments, folder):
+    ours = ("PYTHONPATH", "PYTHONSAFEPATH", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def empty_folder(tmp_path):
+    for name in ("zero1.py", "zero2.py", "zero3.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("chapter", ["zero1", "zero2", "zero3"])
+def test_a_chapter_runs_by_torchrun_in_an_empty_folder(chapter, empty_folder):
+    """It needs only torch and earlier chapters. It learns, prints what each rank holds, and ends without a warning."""
+    before = cpu_seconds()
+    run = torchrun(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] + [f"{chapter}.py"], empty_folder
+    )
+    assert run.returncode == 0, run.stderr
+    assert cpu_seconds() - before < 40  # 20 s on two cores that have nothing else to do
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
+    assert len(losses) == 6 and losses[-1] < 0.6 * losses[0], run.stdout
+    assert all(f"rank {rank} of 2: holds" in run.stdout for rank in range(2)), run.stdout
+    noise = [line for line in run.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("* ")]
+    assert not [line for line in noise if not line.startswith("W") or "run.py" not in line], run.stderr
+
+
+def test_a_chapter_without_torchrun_says_how_to_start_it(empty_folder):
+    """One line, and the exit status 1."""
+    run = torchrun(["zero3.py"], empty_folder)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (1, "", 1), run
+    assert "torchrun --nproc-per-node 2 zero3.py" in run.stderr

@@ -1,0 +1,37 @@
+"""Gradient accumulation: several backwards, one reduction.
+
+    with engine.no_sync():
+        for micro_batch in micro_batches[:-1]:
+            loss_of(micro_batch).backward()    # gradients add up on this rank, whole; nothing is sent
+    loss_of(micro_batches[-1]).backward()      # the sum of all is sent
+    engine.step()
+
+What it costs: each rank holds whole gradients, 4Ψ bytes in float32, where ZeRO-2 and -3 otherwise hold 4Ψ/N. What it
+saves: with k backwards per step, ZeRO-2 sends 2Ψ elements and not (k+1)Ψ, and ZeRO-3 sends (2k+1)Ψ and not 3kΨ. ZeRO-1
+sends nothing before `step()`, so `no_sync` changes nothing there.
+
+DDP's `no_sync()` and FSDP2's `set_requires_gradient_sync(False)` do the same. Sums are kept in `reduce_dtype`: adding
+up many gradients in bfloat16 would lose digits.
+"""
+
+import contextlib
+
+
+@contextlib.contextmanager
+def no_sync(engine):
+    """Inside, gradients are kept on this rank. The last backward before `step()` must run outside."""
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+def keep(bucket, param):
+    """Move `param.grad` to `bucket.kept`, where the gradients of several backwards add up."""
+    gradient = bucket.take_gradient(param).to(bucket.gradient_dtype())
+    if param in bucket.kept:
+        bucket.kept[param] += gradient
+    else:
+        bucket.kept[param] = gradient
+    bucket.moved = True

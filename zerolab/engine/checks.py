@@ -1,0 +1,231 @@
+"""What raises an error instead of training wrongly: everything that a user meets in the first week.
+
+At the build, on all ranks and before anything is sent: models and options that cannot work, or that differ between
+ranks (`check_build`). At `step()`: a parameter without a gradient, or one that has left its buffer (`check_gradients`,
+`check_memory`). In between: a freed weight that somebody reads, and a `param.grad` that has moved into the shard.
+
+The last two need the parameters' help. While an engine has a parameter, the object is the same, and its class is
+`EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/using-an-engine.md.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero1 import check_optimizer
+from zerolab.engine import tensor_parallel
+from zerolab.engine.together import on_all_ranks
+
+get_grad = torch._C.TensorBase.grad.__get__  # `param.grad` and `param.grad = ...`, without the checks below
+set_grad = torch._C.TensorBase.grad.__set__
+
+
+class EngineParameter(nn.Parameter):
+    """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
+
+    bucket = None  # the bucket that has it
+
+    @property
+    def grad(self):
+        gradient = get_grad(self)
+        if gradient is None:
+            self._check_moved()
+        return gradient
+
+    @grad.setter
+    def grad(self, value):
+        self._check_moved()
+        set_grad(self, value)
+
+    def _check_moved(self):
+        if self.bucket is not None and self.bucket.moved:
+            raise RuntimeError(
+                f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
+                "engine.step() and engine.zero_grad() in place of torch's. To read or change gradients, call "
+                "engine.reduce_gradients(): they are in the parameters of the optimizer then"
+            )
+
+
+class FreedParameter(EngineParameter):
+    """A parameter whose storage has no bytes. Reading it would crash the process or return garbage."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if not reads_values(function):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        freed = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, FreedParameter)]
+        raise RuntimeError(
+            f"parameter {name_of(freed[0])!r} is freed: its values are sharded over the ranks. They are whole only "
+            "inside the model's forward and backward. Call engine(inputs) and not a part of the model; read weights "
+            "with engine.full_state_dict(), and write them with engine.load_full_state_dict()"
+        )
+
+
+VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}  # properties that give access to the values
+METADATA = {  # methods that do not
+    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "is_complex",
+    "is_floating_point", "get_device", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__",
+    "register_post_accumulate_grad_hook", "_is_view", "is_same_size", "is_shared", "is_inference", "empty_like",
+    "zeros_like",
+}  # fmt: skip
+
+
+def reads_values(function):
+    """Whether a function that is called with a parameter looks at its values. A property arrives as its getter."""
+    name = function.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return function.__self__.__name__ in VALUES
+    return name not in METADATA
+
+
+def name_of(param):
+    bucket = param.bucket
+    return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
+
+
+def adopt(buckets):
+    """Give the parameters their class. Not DTensors and other subclasses, nor fake tensors, which have no values."""
+    for bucket in buckets:
+        for param in bucket.params:
+            if type(param) is nn.Parameter:
+                param.__class__ = EngineParameter
+                param.bucket = bucket
+
+
+def mark_freed(params):
+    for param in params:
+        if type(param) is EngineParameter:
+            param.__class__ = FreedParameter
+
+
+def mark_gathered(params):
+    for param in params:
+        if type(param) is FreedParameter:
+            param.__class__ = EngineParameter
+
+
+# At the build.
+
+
+def check_build(model, optimizer, options, **others):
+    """Raise on all ranks what is wrong with the model or an option on one, or that they differ between ranks."""
+
+    def check():
+        check_model(model)
+        check_optimizer(model, optimizer, several_groups=True)
+        tensor_parallel.check_split(model, options.group, options.param_dtype)
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(options, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, got {dtype!r}")
+        params = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+        buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
+        dtypes = options.param_dtype, options.reduce_dtype, options.find_unused
+        return repr((params, buffers, dtypes, type(optimizer), others))
+
+    if dist.get_rank(options.everyone) < 0:
+        raise ValueError("this rank is not in `group`: only the ranks of the group build the engine")
+    everyone = on_all_ranks(check, options.everyone)
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        raise ValueError(
+            f"rank(s) {different} have a different model (names, shapes, dtypes, requires_grad), optimizer or option "
+            "than rank 0: every rank must build the same engine"
+        )
+
+
+def check_model(model):
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("the model is wrapped in DistributedDataParallel, which reduces gradients too: pass .module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the model'!r} is scripted and does not support hooks: pass the plain module")
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{name!r} has max_norm: its forward writes to its weights, on each rank for its own batch, so the "
+                "ranks' weights would diverge. Build the embedding without it"
+            )
+    devices = {param.device for param in model.parameters() if not param.is_meta}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
+    owner = {}  # storage -> the parameter in it
+    for name, param in model.named_parameters():
+        if isinstance(param, EngineParameter) and param.bucket is not None:
+            raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
+        if param.numel() and not param.is_meta:
+            first = owner.setdefault(tensor_parallel.local(param).data_ptr(), name)
+            if first != name:
+                raise ValueError(
+                    f"{first!r} and {name!r} share memory, and would not after the build. To tie two weights, use one "
+                    "parameter for both (a.weight = b.weight)"
+                )
+
+
+def check_units(model, units):
+    """Raise ValueError for ZeRO-3's `units` that are not in the model, or overlap."""
+    names = {module: name for name, module in model.named_modules()}
+    unit_around = {}
+    for unit in units:
+        if unit not in names:
+            raise ValueError(f"{str(unit)[:80]!r} in units is not a module of the model: pass list(model.blocks), say")
+        for module in unit.modules():
+            if module in unit_around:
+                raise ValueError(
+                    f"the units {names[unit_around[module]]!r} and {names[unit]!r} overlap: drop one of the two"
+                )
+            unit_around[module] = unit
+
+
+# At `step()`.
+
+
+def check_gradients(buckets, find_unused):
+    """Raise RuntimeError for a parameter without a gradient, or with one that was not reduced."""
+    missing, kept = [], []
+    for bucket in buckets:
+        for name, param in zip(bucket.names, bucket.params):
+            if param in bucket.kept:
+                kept.append(name)
+            elif param not in bucket.used:
+                missing.append(name)
+    if kept:
+        raise RuntimeError(f"gradients of {some(kept)} were kept by no_sync(): the last backward must run outside")
+    if missing and not find_unused:
+        raise RuntimeError(
+            f"no gradient for {some(missing)}: use every trained parameter in every step, freeze it before the build, "
+            "or build the engine with find_unused=True"
+        )
+
+
+def check_cleared(buckets):
+    """Raise RuntimeError after `optimizer.zero_grad()`, which clears the pieces but not the engine's buffers."""
+    for bucket in buckets:
+        if bucket.handed_out and bucket.pieces and all(piece.grad is None for piece in bucket.pieces.values()):
+            raise RuntimeError("optimizer.zero_grad() was called: call engine.zero_grad(), which clears all gradients")
+
+
+def check_memory(buckets):
+    """Raise RuntimeError if a parameter has left its buffer, after `model.to(...)` for example. One look per bucket."""
+    for bucket in buckets:
+        for name, param in zip(bucket.names, bucket.params):
+            storage = tensor_parallel.local(param).untyped_storage()
+            if storage._cdata != bucket.flat.untyped_storage()._cdata:
+                raise RuntimeError(
+                    f"parameter {name!r} has left the engine's buffer: something replaced its memory, as model.to() "
+                    "and `param.data = ...` do. Move and change the model before the engine is built"
+                )
+            break
+
+
+def check_step(engine, optimizer):
+    """Before each `optimizer.step()`. Outside of `engine.step()` the gradients were not reduced."""
+    if engine is not None and not engine.updating:
+        raise RuntimeError("optimizer.step() was called by itself, and gradients may not be reduced: use engine.step()")
+
+
+def some(names):
+    """A list of names for a message, not too long."""
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

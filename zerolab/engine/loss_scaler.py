@@ -1,0 +1,59 @@
+"""Loss scaling for float16: the ranks decide together whether a step is skipped.
+
+float16 has no small numbers, so the loss is multiplied by a large scale before backward, and gradients are divided by
+it afterwards. If a gradient overflows, the step is skipped and the scale is halved. After step 3 an overflow is in one
+rank's shard only. Torch's own scaler would skip the step on that rank and make it on the others, and the weights would
+diverge. Here the decision is one for all ranks, for an all-reduce of 4 bytes.
+
+FSDP1 has `ShardedGradScaler` for this; with FSDP2's DTensors torch's own scaler works.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+
+from zerolab.engine import accelerator, tensor_parallel
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for an engine, which takes the optimizer's place in its calls:
+
+    scaler = GradScaler()
+    scaler.scale(loss).backward()
+    scaler.unscale_(engine)         # only if gradients are clipped
+    engine.clip_grad_norm_(1.0)
+    scaler.step(engine)             # on all ranks, or on none
+    scaler.update()
+    engine.zero_grad()
+    """
+
+    def __init__(self, device=None, **options):
+        super().__init__(device or accelerator.kind(), **options)
+
+    def unscale_(self, engine):
+        """Divide the gradients by the scale, and find out whether a rank has an infinite one. A collective."""
+        if not self.is_enabled():
+            return
+        engine.reduce_gradients()
+        super().unscale_(engine.optimizer)
+        device = engine.buckets[0].flat.device
+        found = self._found_inf_per_device(engine.optimizer)  # empty on a rank that owns only padding
+        overflow = torch.zeros((), dtype=torch.float32, device=device)
+        for flag in found.values():
+            overflow = torch.maximum(overflow, flag.to(device))
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=engine.options.everyone)
+        mesh = tensor_parallel.mesh_of(engine.model.parameters())
+        found[device] = tensor_parallel.gather_over(mesh, overflow).amax()
+
+    def step(self, engine):
+        """`engine.step()`, unless a rank has an infinite gradient. Unscales first if that was not done."""
+        if not self.is_enabled():
+            return engine.step()
+        state = self._per_optimizer_states[id(engine.optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() was called already since the last update(): call scaler.update() in between")
+        if not self._found_inf_per_device(engine.optimizer):
+            self.unscale_(engine)
+        if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
+            engine.step()
+        state["stage"] = OptState.STEPPED

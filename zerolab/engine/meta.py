@@ -1,0 +1,137 @@
+"""A model on torch's device `meta`: it has shapes and no memory, and it never exists whole.
+
+    with torch.device("meta"):
+        model = Model()                                      # no memory
+    engine = ZeRO3Engine(model, torch.optim.AdamW(model.parameters(), fused=True), init_fn=init_fn)
+
+Without this, every rank must hold the whole model once before ZeRO-3 can cut it: 4Ψ bytes. Here a unit gets memory on
+this rank's device, its values, and is freed again before the next one: the peak at the build is the shards and two
+copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`: a
+dictionary of whole tensors, or the folder of a checkpoint, of which rank 0 reads one tensor at a time. Rank 0's values
+are broadcast, so only rank 0's matter.
+
+FSDP2 has the same two steps: `fully_shard` on meta, then `to_empty` and an initialisation of the shards.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerolab.engine import accelerator
+from zerolab.engine.checkpoint import reader
+from zerolab.engine.together import on_all_ranks
+
+
+class Source:
+    """Where the values of a model on `meta` come from. For other models it does nothing."""
+
+    def __init__(self, init_fn, state_dict):
+        self.init_fn = init_fn
+        self.state_dict = state_dict  # {name: tensor}, or a folder
+        self.folder = None  # the checkpoint, if `state_dict` is a folder
+        self.error = None  # what `init_fn` raised; all ranks hear of it in `finish`
+
+    def check(self, model, options):
+        """Raise on all ranks if there are no values, or no tensors to give them to, or if the two do not match."""
+        on_all_ranks(lambda: self.check_here(model), options.everyone)
+
+    def check_here(self, model):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        on_meta = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+        given = self.init_fn is not None or self.state_dict is not None
+        if not on_meta:
+            if given:
+                raise ValueError(
+                    "init_fn and state_dict are for a model on the meta device, and this one has values already: leave "
+                    "them out (engine.load_full_state_dict(state) loads weights into any engine)"
+                )
+            return
+        if not given:
+            raise ValueError(
+                f"{list(on_meta)[:3]} are on the meta device and have no values: pass init_fn=, which is called as "
+                "init_fn(name, tensor) and fills the tensor in place, or state_dict=, which has the values"
+            )
+        if self.state_dict is None:
+            return
+        values = self.values()
+        unexpected = [name for name in values if name not in model.state_dict(keep_vars=True)]
+        missing = [name for name in on_meta if name not in values and self.init_fn is None]
+        if missing or unexpected:
+            raise KeyError(f"state_dict does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        for name, tensor in on_meta.items():
+            if name in values and values[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(values[name].shape)} in state_dict and {tuple(tensor.shape)} here"
+                )
+
+    def values(self):
+        """{name: tensor}; from a checkpoint's folder, tensors on meta, which have the shapes only."""
+        if isinstance(self.state_dict, (str, os.PathLike)):
+            return reader.Folder(reader.newest(self.state_dict), check=False).model_on_meta()
+        return self.state_dict
+
+    def open(self, model, options):
+        """The beginning of step 0."""
+        self.model, self.options = model, options
+        if isinstance(self.state_dict, (str, os.PathLike)):
+            self.folder = reader.Folder(reader.newest(self.state_dict), check=False)
+
+    def fill_parameters(self, named_params):
+        """Give parameters that are on `meta` memory and values. Each stays the same object."""
+        for name, param in named_params:
+            if param.is_meta:
+                data = torch.zeros(param.shape, dtype=param.dtype, device=device_for(self.options.everyone))
+                real = nn.Parameter(data, requires_grad=param.requires_grad)
+                real.__dict__.update(param.__dict__)
+                torch.utils.swap_tensors(param, real)
+                self.fill(name, param.data)
+
+    def fill(self, name, tensor):
+        """The values of one tensor. An error is kept until `finish`, because other ranks wait in the next broadcast."""
+        if self.error is not None:
+            return
+        try:
+            if self.folder is not None and name in self.folder.model:
+                if dist.get_rank(self.options.everyone) == 0:
+                    tensor.copy_(self.folder.values(self.folder.model[name]))
+            elif isinstance(self.state_dict, dict) and name in self.state_dict:
+                tensor.copy_(self.state_dict[name])
+            else:
+                result = self.init_fn(name, tensor)
+                if isinstance(result, torch.Tensor) and result.data_ptr() != tensor.data_ptr():
+                    raise TypeError(
+                        f"init_fn returned a new tensor for {name!r}: it must fill the one that it gets, in place, as "
+                        "tensor.normal_() does"
+                    )
+        except Exception as error:
+            self.error = error
+
+    def finish(self):
+        """The end of step 0: buffers get memory and values, too. Raises on all ranks what `init_fn` raised on one."""
+        filled = []
+        made = {}  # a buffer may have several names
+        for prefix, module in self.model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    if id(buffer) not in made:
+                        made[id(buffer)] = torch.empty_like(buffer, device=device_for(self.options.everyone))
+                        self.fill(f"{prefix}.{key}" if prefix else key, made[id(buffer)])
+                        filled.append(made[id(buffer)])
+                    module._buffers[key] = made[id(buffer)]
+        on_all_ranks(self.raise_error, self.options.everyone)
+        for tensor in filled:
+            dist.broadcast(tensor, group_src=0, group=self.options.everyone)
+
+    def raise_error(self):
+        if self.error is not None:
+            raise self.error
+
+
+def device_for(group):
+    """Where a model on `meta` is to live: this rank's accelerator, if the group communicates there."""
+    if accelerator.carries(group):
+        return accelerator.device_of(group)
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default

@@ -1,0 +1,77 @@
+"""Mixed precision: compute and communicate in one dtype, keep the shards in another.
+
+With `param_dtype=torch.bfloat16` a model of float32 parameters computes in bfloat16. What is gathered is a rounded copy
+of the shards; the shards, which the optimizer updates, stay in float32. bfloat16 has 8 significant bits, so an update
+that is 256 times smaller than its weight would be lost. `reduce_dtype=torch.float32` sums the gradients of all ranks in
+float32, although backward computed them in bfloat16.
+
+What it costs, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), with `reduce_dtype=torch.float32`:
+
+    ZeRO-1   2Ψ whole weights + 4Ψ/N shards + 4Ψ gradients + 4Ψ/N their shard in the optimizer's dtype + 8Ψ/N state
+    ZeRO-2   2Ψ + 4Ψ/N + 4Ψ/N + 8Ψ/N
+    ZeRO-3   4Ψ/N + 4Ψ/N + 8Ψ/N, and 2 bytes per gathered parameter
+
+A gather sends 2 bytes per parameter, a reduction 2 or 4. FSDP2's `MixedPrecisionPolicy` does the same, with the same
+losses to the bit on two ranks. DeepSpeed calls the float32 shards master weights.
+"""
+
+import dataclasses
+
+import torch
+from torch.utils._pytree import tree_map
+
+
+def compute_dtype(param, options):
+    """The dtype to compute in. Integer parameters, such as quantized frozen weights, keep theirs."""
+    if options.param_dtype is None or not param.is_floating_point():
+        return param.dtype
+    return options.param_dtype
+
+
+def reduce_dtype(param, options):
+    """The dtype to reduce gradients in."""
+    return options.reduce_dtype or compute_dtype(param, options)
+
+
+def alignment(param, options):
+    """As in the chapter, 16 bytes or 256, of the smaller of both dtypes, in elements."""
+    nbytes = 16 if param.device.type == "cpu" else 256
+    size = min(param.element_size(), compute_dtype(param, options).itemsize)
+    return max(1, nbytes // size)
+
+
+def divisors(dtype, world_size):
+    """(what to divide gradients by before they are summed over the ranks, what to divide the sum by).
+
+    float16 ends at 65,504, and a sum of N numbers can exceed it where their mean does not. So in float16 a part of the
+    division comes first: by a power of two, which loses no digits. Other dtypes have room for the sum.
+    """
+    if dtype != torch.float16:
+        return 1, world_size
+    before = 1 << (world_size - 1).bit_length()  # N, or the next larger power of two
+    return before, world_size / before
+
+
+def as_bytes(tensor):
+    """The same memory as bytes, because gloo and NCCL cannot send every dtype (int16 and float8, for example)."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def cast_inputs(module, dtype):
+    """Have floating point inputs of `module` cast to `dtype` before its forward.
+
+    FSDP2 casts at each module that it wraps, so that a float32 buffer between two of them does no harm.
+    """
+
+    def cast(value):
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: tree_map(cast, getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        return value
+
+    def before_forward(module, args, kwargs):
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    module.register_forward_pre_hook(before_forward, with_kwargs=True)

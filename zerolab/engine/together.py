@@ -1,0 +1,40 @@
+"""An error on one rank is an error on all, so that no rank waits for one that has given up."""
+
+import torch.distributed as dist
+
+
+def on_all_ranks(work, group):
+    """Call `work()` on every rank. Returns the list of what all ranks' calls returned. A collective.
+
+    If it raises an error on some ranks, every rank raises the error of the first of them.
+    """
+    result = error = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    everyone = [(error, result)]
+    if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (portable(error), result), group=group)
+    for rank, (problem, _) in enumerate(everyone):
+        if problem is not None:
+            alike = all(str(other) == str(problem) for other, _ in everyone)
+            text = problem.args[0] if problem.args else ""
+            raise type(problem)(text if alike else f"rank {rank}: {text}") from error
+    return [result for _, result in everyone]
+
+
+def portable(error):
+    """An error that every rank can unpickle and raise anew with one message."""
+    if error is None:
+        return None
+    message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    for kind in type(error).__mro__:
+        plain = kind.__module__ == "builtins" or kind.__module__.startswith("zerolab.")
+        if plain and kind not in (OSError, UnicodeDecodeError):
+            try:
+                return kind(message)
+            except TypeError:
+                continue
+    return RuntimeError(f"{type(error).__name__}: {message}")

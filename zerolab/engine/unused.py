@@ -1,0 +1,34 @@
+"""Unused parameters: a step that leaves some without a gradient, on some ranks or on all.
+
+A chapter waits for every gradient of a bucket, on all ranks alike. With `find_unused=True` a bucket is final when no
+more gradients can come: in ZeRO-2 when backward ends, in ZeRO-3 when backward moves on to the next unit. A parameter
+without a gradient on this rank sends zeros, because another rank may have used it. If no rank used it, its pieces have
+no gradient, so the optimizer skips them as in plain PyTorch: no weight decay, no momentum.
+
+What it costs: an all-reduce of one byte per parameter in each step, and the host waits for its result. ZeRO-2 sends
+buckets that are incomplete only after backward. All ranks must still run the same units in the same order.
+
+DDP's option is `find_unused_parameters=True`. It walks the graph after each forward; this walks nothing.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def find_used(buckets, group):
+    """The parameters that some rank used since `zero_grad()`. A collective."""
+    params = [(bucket, param) for bucket in buckets for param in bucket.params]
+    used = torch.tensor(
+        [param in bucket.used for bucket, param in params], dtype=torch.uint8, device=buckets[0].flat.device
+    )
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    return {param for (_, param), flag in zip(params, used.tolist()) if flag}
+
+
+def drop_unused(buckets, group):
+    """Take the gradient, which is zero, from the pieces of parameters that no rank used."""
+    used = find_used(buckets, group)
+    for bucket in buckets:
+        for param, piece in bucket.pieces.items():
+            if param not in used:
+                piece.grad = None
