@@ -102,14 +102,9 @@ class Referee:
         self.dtype = DTYPES[options.dtype]
         self.tolerance = TOLERANCE if self.dtype is None else TOLERANCE_BF16
         self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
-<<<<<<< HEAD
-=======
-        # fused: the CUDA default allocates intermediates as large as the parameters, which is no engine's doing.
-        self.adamw = partial(torch.optim.AdamW, lr=options.lr, fused=me.device.type != "cpu")
         # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. Drawn here, where
         # no ledger counts them.
         self.weights = None if me.device.type == "cpu" else self.model()
->>>>>>> next
 
     def model(self) -> GPT:
         return GPT(preset(self.options.preset), self.options.seed)
@@ -121,7 +116,8 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        model = self.model() if self.me.device.type == "cpu" else copied_to(self.me.device, self.weights)
+        on_cpu = self.me.device.type == "cpu"
+        model = self.model() if on_cpu else copied_to(self.me.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.

@@ -9,8 +9,3 @@ gathered. Names and layout are those of torch's `get_model_state_dict` and `get_
 What is saved is in saving.py, and how the files come to disk in files.py. How they are read is in reader.py, and
 whether they fit an engine in loading.py.
 """
-
-
-
-
-
