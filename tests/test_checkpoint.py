@@ -1,193 +1,922 @@
-"""The reader of checkpoints under attack, the rectangles that are written, and what a kill leaves on disk."""
+"""Sharded checkpoints: runs resume to the bit, and move to any stage, number of ranks or torch class.
+
+What concerns the files themselves (crashes, strangers' lists, rectangles) is in test_checkpoint_files.py.
+"""
 
 import contextlib
-import itertools
-import math
+import copy
 import os
 import pickle
-import sys
+import resource
+import shutil
 import warnings
 from functools import partial
-from pathlib import Path, PurePosixPath
+from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.nn import functional as F
+from helpers import EXACT, WORDS, batch, mse, on_every_rank, own_batch, raised_on_every_rank, run_on_ranks, same, seeded
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from zerolab.engine import checkpoint
-from zerolab.engine.all_or_none import all_or_none
-from zerolab.engine.checkpoint import contents
-from zerolab.engine.checkpoint.reader import Folder
-from zerolab.engine.checkpoint.rectangles import rectangles
-from zerolab.properties import fixtures
-from zerolab.properties.checkpoints import state_of
-from zerolab.properties.property import same
-from zerolab.properties.shared_folder import shared_folder
+from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
+from zerolab.engine.checkpoint import folders, metadata
+
+STAGES = [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine]
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),  # has a state from the start
+    "nadam": partial(torch.optim.NAdam, lr=0.01),  # has two scalars besides the moments
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+}
+
+two_ranks = pytest.mark.parametrize("ranks", [2])
+three_ranks = pytest.mark.parametrize("ranks", [3])
+stages = pytest.mark.parametrize("stage", STAGES)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 1, 3), (1, 6), (3, 2, 2, 5), (2, 0, 3)])
-def test_rectangles_are_the_run_in_order(shape):
-    """For every run of elements: its rectangles hold these elements, in order, and are as few as promised."""
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
-    for first, end in itertools.combinations(range(numbers.numel() + 1), 2):
-        found = rectangles(shape, first, end)
-        boxes = [numbers[tuple(slice(o, o + n) for o, n in zip(*box))].reshape(-1) for box in found]
-        assert torch.cat(boxes).tolist() == list(range(first, end))
-        assert len(found) <= max(1, 2 * (len(shape) - 1) + 1)
-    assert rectangles(shape, 1, 1) == []
+def long(*values):
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-ACTS = {"open", "write", "flush", "fsync", "close", "__exit__", "mkdir", "rename", "replace", "unlink", "rmdir"}
+class Zoo(nn.Module):
+    """What a checkpoint must carry: tied, frozen, unused and odd parameters, buffers, and what is not a tensor.
 
-
-@contextlib.contextmanager
-def all_that_was_on_disk(folder: Path):
-    """A list of what `folder` has, {path: content, None for a folder}, after each of this thread's acts on files.
-
-    A process that is killed by kill -9 at that moment leaves just this.
+    Takes tokens (batch, 6), returns (batch, 3). FSDP2 does not support the parameters that `odd` adds.
     """
-    found = []
 
-    def look(frame, event, function):
-        if event != "c_return" or function.__name__ not in ACTS:
-            return
-        with contextlib.suppress(FileNotFoundError):  # the other rank has just renamed it, and looks itself
-            paths = sorted(folder.rglob("*"))
-            state = {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in paths}
-            if not found or state != found[-1]:
-                found.append(state)
+    def __init__(self, odd=True, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 5)
+        first = nn.Sequential(nn.Linear(5, 7, bias=False), norm(7), nn.Linear(7, 5))
+        second = nn.Sequential(nn.Linear(5, 9, bias=False), nn.Linear(9, 5))
+        self.blocks = nn.ModuleList([first, second])
+        second[1].bias.requires_grad_(False)
+        self.mix = nn.Parameter(torch.randn(3, 5, 5) / 9)
+        self.factor = nn.Parameter(torch.linspace(0.5, 1, 5), requires_grad=False)
+        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(0.7)) if odd else 0.7
+        self.empty = nn.Parameter(torch.zeros(0, 5)) if odd else torch.zeros(0, 5)
+        self.head = nn.Linear(5, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.linspace(-0.2, 0.2, 5))
+        self.register_buffer("table", torch.ones(5), persistent=False)
+        self.seen = {"steps": 0, "of": {"words": [1, 2]}}
 
-    sys.setprofile(look)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1) * self.factor
+        x = x + (self.shift * self.table).to(x.dtype)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        for matrix in self.mix:
+            x = x + self.scale * (x @ matrix)
+        if self.training:
+            self.seen["steps"] += 1
+        return self.head(x + self.empty.sum())[:, :3]
 
+    def get_extra_state(self):
+        return self.seen
 
-def left_by_a_kill(stage: str) -> list[int]:
-    """Which step is in the newest checkpoint after each of this rank's acts on files while step 2 is saved."""
-    rank, build = dist.get_rank(), partial(fixtures.Stack, layers=1, width=8)
-    engine = fixtures.STAGES[stage](fixtures.seeded(build), fixtures.ADAMW)
-
-    def train_and_save(step: int, folder: Path) -> None:
-        engine.training_step(*fixtures.vector_batch(step, rank, 8, torch.float64), F.mse_loss)
-        checkpoint.save(engine, folder, keep=2, step=step, state=state_of(engine))
-
-    with shared_folder() as place:
-        train_and_save(0, place / "run")
-        train_and_save(1, place / "run")
-        with all_that_was_on_disk(place / "run") as mine:
-            train_and_save(2, place / "run")
-        steps = ([], [])
-        for who, states in enumerate(all_or_none(lambda: mine, None)):
-            for number, state in enumerate(states):
-                folder = place / f"{who} {number}"
-                if rank == 0:
-                    folder.mkdir()
-                    for name, content in state.items():
-                        (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
-                dist.barrier()
-                found = checkpoint.load(engine, folder)
-                same(f"the state after act {number} of rank {who}", state_of(engine), found["state"])
-                steps[who].append(found["step"])
-                train_and_save(3, folder)
-                left = sorted(path.name for path in folder.iterdir())
-                assert len(left) == 2 and all(name.isdigit() for name in left), left
-    return steps[rank]
+    def set_extra_state(self, state):
+        self.seen = copy.deepcopy(state)
 
 
-THOROUGH = [pytest.param(stage, marks=pytest.mark.thorough) for stage in ("zero1", "zero3")]
+def groups_of(model):
+    """Matrices decay; everything else has another learning rate. Frozen parameters are in the groups, too."""
+    matrices = [param for param in model.parameters() if param.dim() >= 2]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize("stage", ["zero2", *THOROUGH])  # they save by the same lines
-def test_killed_at_any_moment(ranks, stage):
-    """Whenever a save ends, the last checkpoint remains whole, or the new one is; and the next save cleans up."""
-    first, second = ranks(2).run(left_by_a_kill, stage=stage)
-    assert len(first) >= 15 and len(second) >= 3, (first, second)
-    assert first == sorted(first) and set(first) == {1, 2} and set(second) <= {1, 2}, (first, second)
+def build(stage, seed=0, make_optimizer=ADAMW, groups=groups_of, odd=True, dtype=torch.float64, **options):
+    norm = nn.LayerNorm if "param_dtype" in options else nn.BatchNorm1d  # BatchNorm has no bfloat16 on a CPU
+    model = seeded(Zoo, odd, norm, seed=seed, dtype=dtype)
+    options = {"find_unused": True, **options}
+    if stage is not ZeRO3Engine:
+        options["bucket_mb"] = 0.0005  # several buckets
+    return stage(model, make_optimizer(groups(model)), **options)
 
 
-# Lists of contents by a stranger. Each is a pickle, written as its steps.
+def train(engine, steps, dtype=torch.float64):
+    """Each rank's losses on its own batches."""
+    return [engine.training_step(*own_batch(step, dtype=dtype), nn.functional.mse_loss).item() for step in steps]
 
 
-def text(value: str) -> bytes:
-    return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
+def state_of(engine):
+    """Everything that loading may change, as copies: {where it is: a tensor or a value}. A collective.
+
+    Buffers that are not rank 0's are missing, because loading replaces them by rank 0's.
+    """
+    optimizer = engine.optimizer
+    state = {"model": engine.full_state_dict(), "shards": [bucket.shard for bucket in engine.all_buckets], "groups": []}
+    state["weights"] = {}
+    if not isinstance(engine, ZeRO3Engine):  # whole weights must follow the shards
+        state["weights"] = dict(engine.model.named_parameters())
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        state["groups"].append((options, [dict(optimizer.state.get(piece, {})) for piece in group["params"]]))
+    leaves = tree_flatten_with_path(state)[0]
+    return {keystr(path): leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
 
 
-def name(module: str, of: str) -> bytes:
-    return text(module) + text(of) + pickle.STACK_GLOBAL
+def same_states(found, expected):
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for where, value in expected.items():
+        assert type(found[where]) is type(value), (where, found[where], value)
+        if isinstance(value, torch.Tensor):
+            assert found[where].dtype == value.dtype, where
+        same(found[where], value, what=where)
 
 
-METADATA = name("torch.distributed.checkpoint.metadata", "Metadata")
-FIELDS = b"}" + text("write_text") + b"K\x01s"  # {"write_text": 1}
-NAMED = {
-    "a class": METADATA,
-    "a path's class": name("pathlib", "PurePosixPath"),
-    "a shape's class": name("torch", "Size"),
-    "a dtype": name("torch", "float32"),
-}
-STRANGERS = {
-    **{f"fields of {what}": named + FIELDS + b"b." for what, named in NAMED.items()},
-    **{f"slots of {what}": named + b"}" + FIELDS + b"\x86b." for what, named in NAMED.items()},
-    "a function": name("os", "system") + text("touch ran") + b"\x85R.",
-    "slots of an object": METADATA + b")\x81" + b"N" + FIELDS + b"\x86b.",
-    "an item of a class": METADATA + text("a") + b"K\x01s.",
-    "an old object": b"c__builtin__\neval\n(S'1'\no.",
-    "an instance": b"(S'1'\ni__builtin__\neval\n.",
-    "a persistent name": b"Pa\n.",
-    "a name with dots": name("torch", "Size.__init__") + b".",
-    "a name with dots of a path": name("pathlib", "os.system.Path") + text("touch ran") + b"\x85R.",
-    "a reconstructor's class": name("copyreg", "_reconstructor") + name("builtins", "eval") + b"NN\x87R.",
-    "a method of what is there": name("builtins", "getattr") + METADATA + text("x") + b"\x86R.",
-}
+def is_resumed(engine, other, folder, save=checkpoint.save, **options):
+    """`other` loads what `engine` saves, and both train on alike.
+
+    To the bit, because they do the same operations on the same numbers.
+    """
+    train(engine, range(3), **options)
+    train(other, range(7, 9), **options)
+    expected = state_of(engine)
+    saved = save(engine, folder, step=3)
+    ahead = train(engine, range(3, 6), **options)
+    if save is checkpoint.async_save:
+        saved.result()
+    assert checkpoint.load(other, folder) == {"step": 3}
+    same_states(state_of(other), expected)
+    assert train(other, range(3, 6), **options) == ahead
+    same_states(state_of(other), state_of(engine))
 
 
-def theirs(folder: Path) -> metadata.Metadata:
-    """A good checkpoint, and its list."""
-    with warnings.catch_warnings(action="ignore"):  # torch asks whether one process was meant
-        dcp.save({"model": {"a": torch.ones(2, 3)}}, checkpoint_id=folder, no_dist=True)
-    Folder(folder)
-    return pickle.loads((folder / ".metadata").read_bytes())
+# A run resumes.
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_strangers_list_touches_nothing(tmp_path, stranger, monkeypatch):
-    """No code of its choice runs, and no class of this process is another one afterwards."""
-    theirs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(STRANGERS[stranger])
-    kinds = [Path, PurePosixPath, torch.Size, torch.dtype, _StorageInfo, *vars(metadata).values()]
-    kinds += [*vars(contents).values()]
-    before = {kind: dict(vars(kind)) for kind in kinds if isinstance(kind, type)}
-    with pytest.raises((checkpoint.Unsafe, checkpoint.Damaged)):
-        Folder(tmp_path)
-    assert {kind: dict(vars(kind)) for kind in before} == before
+@two_ranks
+@stages
+@on_every_rank
+def test_a_run_resumes_to_the_bit(ranks, stage, tmp_path):
+    """A run that is loaded, into an engine that was trained differently, continues as the run that was saved."""
+    is_resumed(build(stage), build(stage, seed=3), tmp_path)
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO1Engine, ZeRO3Engine)])
+@on_every_rank
+def test_training_goes_on_during_a_save(ranks, stage, tmp_path):
+    """`async_save` saves the values of the moment when it was called, although training changes them meanwhile."""
+    is_resumed(build(stage), build(stage, seed=3), tmp_path, save=checkpoint.async_save)
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", [ZeRO1Engine, ZeRO3Engine])
+@on_every_rank
+def test_mixed_precision_saves_the_float32_shards(ranks, stage, tmp_path):
+    """Under `param_dtype` no digit of the float32 shards is lost."""
+    engine, other = (build(stage, seed, dtype=torch.float32, param_dtype=torch.bfloat16) for seed in (0, 3))
+    is_resumed(engine, other, tmp_path, dtype=torch.float32)
+
+
+@two_ranks
+@pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO3Engine)])
+@on_every_rank
+def test_an_offloaded_run_resumes(ranks, stage, tmp_path):
+    """With offload shards have memory of their own, which loading must reach, and the weights must follow."""
+    engine, other = (build(stage, seed, offload_policy=CPUOffloadPolicy(pin_memory=False)) for seed in (0, 3))
+    is_resumed(engine, other, tmp_path)
+
+
+@two_ranks
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam", *long(*list(OPTIMIZERS)[3:])])
+@on_every_rank
+def test_any_optimizer_resumes(ranks, name, tmp_path):
+    """Every torch optimizer that works element by element resumes, whatever its state has besides moments."""
+    engine, other = (build(ZeRO3Engine, seed, OPTIMIZERS[name]) for seed in (0, 3))
+    is_resumed(engine, other, tmp_path)
+
+
+@two_ranks
+@on_every_rank
+def test_options_of_groups_come_back(ranks, tmp_path):
+    """Learning rates of numpy or in a tensor, and what a scheduler adds, replace the options that were there."""
+    engine, other = build(ZeRO1Engine), build(ZeRO1Engine, seed=3)
+    torch.optim.lr_scheduler.StepLR(engine.optimizer, 2)
+    first, second = engine.optimizer.param_groups
+    first["lr"] = numpy.float64(0.25)
+    second["betas"] = (0.5, 0.6)
+    second["lr"] = torch.tensor(0.125)
+    second["note"] = {"a": [1, (2.0, None)], "b": "text"}
+    checkpoint.save(engine, tmp_path)
+    other.optimizer.param_groups[1]["note"] = "another"
+    checkpoint.load(other, tmp_path)
+    first["lr"] = 0.25
+    for found, expected in zip(other.optimizer.param_groups, (first, second)):
+        for key in expected.keys() - {"params"}:
+            assert str(found[key]) == str(expected[key]), key
+            assert type(found[key]) is type(expected[key]), key
+
+
+@two_ranks
+@on_every_rank
+def test_the_callers_values_come_back(ranks, tmp_path):
+    """Each rank gets back its own values, of the same types, also keys and containers that DCP would change."""
+    engine = build(ZeRO2Engine)
+    value = {1: (2, [3.0]), "5": {7: None}, "empty": {}, "list": [], "deep": {"a": [{"b": True}]}}
+    draws = torch.get_rng_state()
+    checkpoint.save(engine, tmp_path, rank=dist.get_rank(), value=value, number=numpy.float32(0.5), draws=draws)
+    found = checkpoint.load(engine, tmp_path)
+    assert torch.equal(found.pop("draws"), draws)
+    assert str(found) == str({"rank": dist.get_rank(), "value": value, "number": 0.5})
+
+
+@two_ranks
+@on_every_rank
+def test_a_parameter_that_no_step_used_has_no_state_afterwards(ranks, tmp_path):
+    """Loading removes a state that the checkpoint does not have. AdamW would count its steps from there."""
+    engine, other = build(ZeRO2Engine), build(ZeRO2Engine, seed=3)
+    checkpoint.save(engine, tmp_path)
+    train(other, range(2))
+    assert other.optimizer.state
+    checkpoint.load(other, tmp_path)
+    assert not other.optimizer.state
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_all_ranks_load_the_buffers_of_rank_0(ranks, stage, tmp_path):
+    """Ranks have seen different data, so BatchNorm's statistics differ. A mix of several ranks' would be nobody's."""
+    engine = build(stage)
+    train(engine, range(2))
+    expected = [copy.deepcopy(dict(engine.model.named_buffers()))]
+    own = expected[0]["blocks.0.1.running_mean"]
+    dist.broadcast_object_list(expected, src=0)
+    if dist.get_rank() == 1:
+        assert not torch.equal(own, expected[0]["blocks.0.1.running_mean"])
+    checkpoint.save(engine, tmp_path)
+    checkpoint.load(engine, tmp_path)
+    for name, buffer in engine.model.named_buffers():
+        same(buffer, expected[0][name], what=name)
+
+
+@two_ranks
+@on_every_rank
+def test_a_load_waits_for_the_save_that_is_written(ranks, tmp_path):
+    """One save at a time: what is loaded right after `async_save` is what it saves."""
+    engine = build(ZeRO1Engine)
+    checkpoint.async_save(engine, tmp_path, step=1)
+    checkpoint.async_save(engine, tmp_path, step=2)
+    assert checkpoint.load(engine, tmp_path) == {"step": 2}
+
+
+# It moves: to other stages, numbers of ranks, and torch's own classes.
+
+
+def last_ranks(number):
+    """A group of the last ranks, whose rank in the group is another one than in the world. None on other ranks."""
+    ranks = list(range(dist.get_world_size() - number, dist.get_world_size()))
+    group = dist.new_group(ranks)
+    return group if dist.get_rank() in ranks else None
+
+
+def everything(folder):
+    """All of a checkpoint by torch's own conversion: {name: value}, without who has written it.
+
+    torch keeps a state for an empty parameter, of which an engine has no piece.
+    """
+    file = f"{folder} of rank {dist.get_rank()}.pt"
+    dcp_to_torch_save(checkpoint.newest(folder), file)
+    state = torch.load(file, weights_only=True)
+    found, optim = dict(state["model"]), state["optim"]
+    for group in optim["param_groups"]:
+        found |= {(name, "options"): {**group, "params": None} for name in group["params"]}
+    for name, values in optim["state"].items():
+        found |= {(name, key): value for key, value in values.items()}
+    found = {str(key): value for key, value in found.items() if "empty" not in key[0]}
+    found |= {f"dtype of {key}": value.dtype for key, value in found.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+def same_files(found, expected, tolerance=0.0):
+    found, expected = everything(found), everything(expected)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, value in expected.items():
+        same(found[name], value, tolerance, name)
+
+
+def train_on_rank_0s_batches(trained, steps):
+    """Every rank has the same batch, so a mean over any number of ranks is the loss of one process."""
+    for step in steps:
+        inputs, targets = batch(step, 0)
+        if isinstance(trained, tuple):
+            model, optimizer = trained
+            mse(model, inputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            trained.training_step(inputs, targets, nn.functional.mse_loss)
+
+
+def torch_run(odd=True, group=None, sharded=False):
+    """(model, optimizer) of torch's own: FSDP2's or plain."""
+    model = seeded(Zoo, odd, seed=5)
+    if sharded:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    return model, ADAMW(groups_of(model))
+
+
+def torch_save(trained, folder, group=None):
+    model, optimizer = trained
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def torch_load(trained, folder, group=None):
+    model, optimizer = trained
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # the unused parameter has no state
+    path = checkpoint.newest(folder)
+    dcp.load(state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=StateDictOptions(strict=False))
+
+
+@three_ranks
+@pytest.mark.parametrize("numbers", [(3, 2, 1), *long((1, 3, 2), (2, 1, 3))])
+@pytest.mark.parametrize("order", [STAGES, STAGES[::-1], *long([STAGES[1], STAGES[0], STAGES[2]])])
+@on_every_rank
+def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers, tmp_path):
+    """What is loaded and saved again is the same file content; and training comes out where one process does."""
+    group, source = None, None
+    for leg, (stage, number) in enumerate(zip(order, numbers)):
+        group = last_ranks(number)
+        if group is not None:
+            engine = build(stage, seed=leg, group=group)
+            if source:
+                assert checkpoint.load(engine, source) == {"leg": leg - 1}
+                checkpoint.save(engine, tmp_path / f"{leg} again")
+                same_files(tmp_path / f"{leg} again", source)
+            train_on_rank_0s_batches(engine, (2 * leg, 2 * leg + 1))
+            source = tmp_path / str(leg)
+            checkpoint.save(engine, source, leg=leg)
+        source = tmp_path / str(leg)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        plain = seeded(Zoo)
+        plain = plain, ADAMW(groups_of(plain))
+        train_on_rank_0s_batches(plain, range(6))
+        torch_save(plain, tmp_path / "plain")
+        found, expected = everything(source), everything(tmp_path / "plain")
+        for name in expected.keys() - {key for key in expected if "unused" in key and "'" in key}:
+            if "step" not in name and "_extra_state" not in name and isinstance(expected[name], torch.Tensor):
+                same(found[name], expected[name], EXACT, name)
+
+
+@three_ranks
+@on_every_rank
+def test_a_rank_that_was_not_there_gets_rank_0s_values(ranks, tmp_path):
+    """`extra` at a larger number of ranks: own values where there are any."""
+    group = last_ranks(2)
+    if group is not None:
+        checkpoint.save(build(ZeRO2Engine, group=group), tmp_path, rank=dist.get_rank(group))
+    dist.barrier()
+    found = checkpoint.load(build(ZeRO3Engine), tmp_path)
+    assert found == {"rank": [0, 1, 0][dist.get_rank()]}
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_fsdp2_loads_our_checkpoint(ranks, stage, tmp_path):
+    """FSDP2 saves again exactly what it has loaded from an engine."""
+    engine = build(stage, odd=False)
+    train(engine, range(2))
+    checkpoint.save(engine, tmp_path / "ours")
+    theirs = torch_run(odd=False, group=dist.group.WORLD, sharded=True)
+    torch_load(theirs, tmp_path / "ours", dist.group.WORLD)
+    torch_save(theirs, tmp_path / "theirs", dist.group.WORLD)
+    found, expected = everything(tmp_path / "theirs"), everything(tmp_path / "ours")
+    for name, value in expected.items():  # torch gives the unused parameter a state
+        same(found[name], value, what=name)
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_an_engine_loads_fsdp2s_checkpoint(ranks, stage, tmp_path):
+    """An engine saves again exactly what it has loaded from FSDP2, which was trained for two steps."""
+    theirs = torch_run(odd=False, group=dist.group.WORLD, sharded=True)
+    train_on_rank_0s_batches(theirs, range(2))
+    torch_save(theirs, tmp_path / "theirs", dist.group.WORLD)
+    engine = build(stage, odd=False)
+    assert checkpoint.load(engine, tmp_path / "theirs") == {}
+    checkpoint.save(engine, tmp_path / "ours")
+    same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@two_ranks
+@on_every_rank
+def test_a_plain_run_and_an_engine_exchange_checkpoints(ranks, tmp_path):
+    """One process on torch alone and an engine on two ranks take turns; the result is one process's throughout."""
+    if dist.get_rank() == 0:
+        theirs = torch_run()
+        train_on_rank_0s_batches(theirs, range(2))
+        torch_save(theirs, tmp_path / "theirs")
+    dist.barrier()
+    engine = build(ZeRO3Engine)
+    checkpoint.load(engine, tmp_path / "theirs")
+    train_on_rank_0s_batches(engine, range(2, 4))
+    checkpoint.save(engine, tmp_path / "ours")
+    if dist.get_rank() == 0:
+        train_on_rank_0s_batches(theirs, range(2, 4))
+        other = torch_run()
+        torch_load(other, tmp_path / "ours")
+        for name, value in theirs[0].state_dict().items():
+            same(other[0].state_dict()[name], value, EXACT, name)
+        for param, mirror in zip(theirs[0].parameters(), other[0].parameters()):
+            for key in theirs[1].state[param] if param.numel() else ():
+                same(other[1].state[mirror][key], theirs[1].state[param][key], EXACT, key)
+
+
+@two_ranks
+@on_every_rank
+def test_it_survives_torchs_conversion_into_one_file(ranks, tmp_path):
+    """`dcp_to_torch_save` and back: all values are as before, the caller's too."""
+    engine = build(ZeRO2Engine)
+    train(engine, range(2))
+    checkpoint.save(engine, tmp_path / "ours", value={1: {}})
+    expected = state_of(engine)
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(checkpoint.newest(tmp_path / "ours"), tmp_path / "all.pt")
+        torch_save_to_dcp(tmp_path / "all.pt", tmp_path / "back")
+    train(engine, range(1))
+    dist.barrier()
+    assert checkpoint.load(engine, tmp_path / "back") == {"value": {1: {}}}
+    same_states(state_of(engine), expected)
+
+
+@pytest.mark.parametrize("ranks", [4])
+@on_every_rank
+def test_replicas_write_each_shard_once(ranks, tmp_path):
+    """Of ranks with the same shard one writes it; and the run resumes on all of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    engine, other = (build(ZeRO3Engine, seed, group=mesh) for seed in (0, 3))
+    train(engine, range(2))
+    saved = checkpoint.save(engine, tmp_path)
+    files = list((tmp_path / "000001").glob(f"__{dist.get_rank()}_*"))
+    with_shard = sum(file.stat().st_size for file in files)
+    assert (with_shard > 20_000) == (dist.get_rank() < 2), saved
+    checkpoint.load(other, tmp_path)
+    same_states(state_of(other), state_of(engine))
+
+
+def fill(name, tensor):
+    """For what is in no checkpoint, such as a buffer that is not persistent."""
+    tensor.fill_(1)
+
+
+@two_ranks
+@on_every_rank
+def test_a_model_on_meta_gets_its_weights_from_a_folder(ranks, tmp_path):
+    """`state_dict=` may be a checkpoint's folder, of an engine of another stage."""
+    engine = build(ZeRO1Engine)
+    train(engine, range(2))
+    checkpoint.save(engine, tmp_path)
+    with torch.device("meta"):
+        model = Zoo().double()
+    optimizer = ADAMW(groups_of(model))
+    other = ZeRO3Engine(model, optimizer, state_dict=tmp_path, init_fn=fill, find_unused=True)
+    expected = engine.full_state_dict()
+    expected.pop("_extra_state")
+    for name, value in other.full_state_dict().items():
+        if name in expected:
+            same(value, expected[name], what=name)
+
+
+# What a rank writes.
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_each_rank_writes_its_part(ranks, stage, tmp_path):
+    """Half of parameters and moments, in ZeRO-1 and -2 too, whose ranks have whole parameters; plus small headers."""
+    model = seeded(lambda: nn.Sequential(nn.Embedding(WORDS, 256), nn.Flatten(), nn.Linear(6 * 256, 256)))
+    engine = stage(model, torch.optim.AdamW(model.parameters()))
+    tokens, _ = own_batch(0)
+    engine(tokens).sum().backward()
+    engine.step()
+    whole = 3 * sum(param.nbytes for param in model.parameters())
+    if stage is ZeRO3Engine:
+        whole = 3 * 8 * sum(param.numel() for param in model.parameters())
+    written = checkpoint.save(engine, tmp_path).nbytes
+    assert whole / 2 - 10_000 < written < whole / 2 + 100_000, (whole / 2, written)
+
+
+@two_ranks
+@on_every_rank
+def test_old_checkpoints_go(ranks, tmp_path):
+    """The newest `keep` stay, also after crashes between the rename and the deletion, and each loads by its path."""
+    engine = build(ZeRO1Engine)
+    checkpoint.save(engine, tmp_path, keep=2, step=1)
+    if dist.get_rank() == 0:
+        for number in (2, 3, 4):
+            shutil.copytree(tmp_path / "000001", tmp_path / f"{number:06d}")
+    dist.barrier()
+    for step in (5, 6):
+        checkpoint.save(engine, tmp_path, keep=2, step=step)
+    assert sorted(os.listdir(tmp_path)) == ["000005", "000006"]
+    assert checkpoint.load(engine, tmp_path / "000005") == {"step": 5}
+    assert checkpoint.load(engine, tmp_path) == {"step": 6}
+    for _ in range(2):
+        checkpoint.save(engine, tmp_path, keep=None)
+    assert len(checkpoint.complete(tmp_path)) == 4
+
+
+@two_ranks
+@on_every_rank
+def test_the_users_own_files_stay(ranks, tmp_path):
+    """Only folders that a save has named are deleted; a number that is taken is not used."""
+    engine = build(ZeRO1Engine)
+    own = ["000008.partial", "000009.partial", "1²", "3notes.partial", "notes"]
+    if dist.get_rank() == 0:
+        for name in own[2:]:
+            (tmp_path / name).mkdir()
+        (tmp_path / own[0]).write_text("a file")
+        (tmp_path / own[1]).symlink_to(tmp_path / "notes")
+    dist.barrier()
+    checkpoint.save(engine, tmp_path, keep=1)
+    checkpoint.save(engine, tmp_path, keep=1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*own, "000011"])
+
+
+# Errors: the same on every rank, and nothing has changed.
+
+
+class Runs:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+def is_refused(engine, folder, error, text):
+    """Loading raises the same error on every rank, and leaves the engine as it was, buffers of each rank included."""
+    before, buffers = state_of(engine), copy.deepcopy(list(engine.model.buffers()))
+    messages = [None] * dist.get_world_size(engine.group)
+    with pytest.raises(error) as caught:
+        checkpoint.load(engine, folder)
+    assert text in str(caught.value), str(caught.value)
+    dist.all_gather_object(messages, str(caught.value), group=engine.group)
+    assert set(messages) == {messages[0]}, messages
+    same_states(state_of(engine), before)
+    for found, expected in zip(engine.model.buffers(), buffers):
+        same(found, expected)
+
+
+def flip(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def cut_off(file):
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def remove(file):
+    file.unlink()
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "damage, file, error, text",
+    [
+        (flip, "__1_0.distcp", checkpoint.Damaged, "__1_0.distcp' is not what was written"),
+        (flip, ".metadata", checkpoint.Damaged, ".metadata' is not what was written"),
+        (cut_off, "__0_0.distcp", checkpoint.Damaged, "__0_0.distcp' is not what was written"),
+        (remove, "__1_0.distcp", checkpoint.Damaged, "__1_0.distcp"),
+        (remove, "SHA256SUMS", checkpoint.Damaged, "SHA256SUMS' is missing"),
+        (cut_off, "SHA256SUMS", checkpoint.Damaged, ".distcp' is not what was written"),
+        (remove, ".metadata", FileNotFoundError, "no complete checkpoint"),
+    ],
+)
+@on_every_rank
+def test_a_damaged_checkpoint_is_refused(ranks, damage, file, error, text, tmp_path):
+    """One bit or one file is enough. The message names the file. The next good checkpoint loads."""
+    engine = build(ZeRO3Engine)
+    train(engine, range(1))
+    good = state_of(engine)
+    checkpoint.save(engine, tmp_path / "good")
+    if dist.get_rank() == 0:
+        shutil.copytree(tmp_path / "good" / "000001", tmp_path / "bad")
+        damage(tmp_path / "bad" / file)
+    dist.barrier()
+    train(engine, range(1, 2))
+    is_refused(engine, tmp_path / "bad", error, text)
+    checkpoint.load(engine, tmp_path / "good")
+    same_states(state_of(engine), good)
+
+
+@two_ranks
+@on_every_rank
+def test_a_model_on_meta_does_not_load_a_damaged_folder(ranks, tmp_path):
+    """Weights of a damaged or unsafe folder are refused on all ranks there, too."""
+    engine = build(ZeRO1Engine)
+    checkpoint.save(engine, tmp_path)
+    if dist.get_rank() == 0:
+        flip(tmp_path / "000001" / "__1_0.distcp")
+    dist.barrier()
+    for error in (checkpoint.Damaged, checkpoint.Unsafe):
+        with torch.device("meta"):
+            model = Zoo().double()
+        raised_on_every_rank(
+            error,
+            "000001",
+            ZeRO3Engine,
+            model,
+            ADAMW(groups_of(model)),
+            state_dict=tmp_path,
+            init_fn=torch.nn.init.ones_,
+        )
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (tmp_path / "000001" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+            (tmp_path / "000001" / "SHA256SUMS").unlink(missing_ok=True)
+        dist.barrier()
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "..", "", ("a",)])
-def test_a_list_that_points_out_of_its_folder_is_refused(tmp_path, path):
-    (tmp_path / "outside").write_bytes(b"\0" * 100_000)
-    folder = tmp_path / "theirs"
-    whole = theirs(folder)
-    for place in whole.storage_data.values():
-        place.relative_path = path
-    (folder / ".metadata").write_bytes(pickle.dumps(whole))
-    with pytest.raises((checkpoint.Unsafe, checkpoint.Damaged)):
-        Folder(folder)
+@two_ranks
+@on_every_rank
+def test_a_list_that_runs_code_is_refused(ranks, tmp_path):
+    """`.metadata` is a pickle that calls a function. torch's own reader calls it; ours does not."""
+    engine = build(ZeRO2Engine)
+    path = checkpoint.save(engine, tmp_path).path
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+        (path / "SHA256SUMS").unlink()
+    dist.barrier()
+    is_refused(engine, path, checkpoint.Unsafe, "it asks for ")
+    assert not (tmp_path / "ran").exists()
+    dist.barrier()
+    with contextlib.suppress(Exception):
+        dcp.FileSystemReader(path).read_metadata()
+    assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("file", [".metadata", "SHA256SUMS", "__0_0.distcp"])
-@pytest.mark.parametrize("how", ["link", "pipe"])
-def test_a_file_that_is_elsewhere_or_a_pipe_is_not_opened(tmp_path, file, how):
-    folder = tmp_path / "theirs"
-    theirs(folder)
-    (folder / "SHA256SUMS").touch()
-    moved = (folder / file).rename(tmp_path / "outside")
-    (folder / file).symlink_to(moved) if how == "link" else os.mkfifo(folder / file)
-    with pytest.raises(checkpoint.Unsafe):
-        Folder(folder)
+@two_ranks
+@on_every_rank
+def test_a_value_that_runs_code_is_refused(ranks, tmp_path):
+    """A learning rate that calls a function when it is unpickled. torch's own reader calls it; ours does not."""
+    engine = build(ZeRO2Engine)
+    if dist.get_rank() == 0:
+        model, optimizer = torch_run()
+        optimizer.param_groups[0]["lr"] = Runs(tmp_path / "ran")
+        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+        state["optim"]["param_groups"][0]["lr"] = Runs(tmp_path / "ran")
+        dcp.save(state, checkpoint_id=tmp_path / "evil", no_dist=True)
+        (tmp_path / "ran").unlink(missing_ok=True)
+    dist.barrier()
+    is_refused(engine, tmp_path / "evil", checkpoint.Unsafe, "tensors and plain values")
+    assert not (tmp_path / "ran").exists()
+    dist.barrier()
+    with contextlib.suppress(Exception):
+        dcp.load({"optim": {"param_groups": [{"lr": 0.0}]}}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    assert (tmp_path / "ran").exists()
+
+
+def of_another_shape(model):
+    model.mix = nn.Parameter(torch.zeros(5, 3, 5, dtype=torch.float64))
+
+
+def one_group(model):
+    return [{"params": list(model.parameters())}]
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"odd": False}, "missing 'scale', 'empty'"),
+        ({"dtype": torch.float32}, "torch.float32 of shape"),
+        ({"groups": one_group}, "other parameter groups"),
+        ({"make_optimizer": OPTIMIZERS["adam"]}, "is Adam's, and the optimizer here is AdamW"),
+        ({"make_optimizer": OPTIMIZERS["sgd"]}, "is SGD's, and the optimizer here is AdamW"),
+    ],
+)
+@on_every_rank
+def test_another_run_is_refused(ranks, options, text, tmp_path):
+    """A checkpoint of another model or optimizer, whose values would partly fit."""
+    checkpoint.save(build(ZeRO3Engine, **options), tmp_path)
+    is_refused(build(ZeRO2Engine), tmp_path, ValueError, text)
+
+
+@two_ranks
+@on_every_rank
+def test_fewer_parameters_here_than_there_are_refused(ranks, tmp_path):
+    """DCP would load what fits. A model that has lost a layer is another model."""
+    checkpoint.save(build(ZeRO3Engine), tmp_path)
+    is_refused(build(ZeRO2Engine, odd=False), tmp_path, ValueError, "unexpected 'scale', 'empty'")
+
+
+@two_ranks
+@on_every_rank
+def test_another_shape_is_refused(ranks, tmp_path):
+    """The same number of elements under the same name."""
+    model = seeded(Zoo)
+    of_another_shape(model)
+    checkpoint.save(ZeRO2Engine(model, ADAMW(groups_of(model)), find_unused=True), tmp_path)
+    is_refused(build(ZeRO2Engine), tmp_path, ValueError, "'mix' is torch.float64 of shape (5, 3, 5)")
+
+
+@two_ranks
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@on_every_rank
+def test_another_optimizer_of_torchs_own_is_refused(ranks, kind, tmp_path):
+    """DCP does not save the optimizer's class, so its options tell it. Adam and AdamW differ in one of them."""
+    if dist.get_rank() == 0:
+        model = seeded(Zoo)
+        optimizer = OPTIMIZERS[kind](groups_of(model))
+        torch_save((model, optimizer), tmp_path / "theirs")
+    dist.barrier()
+    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "is not AdamW's")
+
+
+@two_ranks
+@on_every_rank
+def test_weights_alone_are_refused(ranks, tmp_path):
+    """A checkpoint of a model without an optimizer has another layout."""
+    if dist.get_rank() == 0:
+        model = seeded(Zoo)
+        dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "flat", no_dist=True)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "model", no_dist=True)
+    dist.barrier()
+    engine = build(ZeRO2Engine)
+    is_refused(engine, tmp_path / "flat", ValueError, "has a different model: missing")
+    is_refused(engine, tmp_path / "model", ValueError, "the optimizer state in ")
+
+
+@two_ranks
+@on_every_rank
+def test_a_module_that_refuses_its_extra_state_stops_the_load(ranks, tmp_path):
+    """`set_extra_state` is the module's own code. If it raises on one rank, every rank is as before."""
+    engine = build(ZeRO2Engine)
+    checkpoint.save(engine, tmp_path)
+    train(engine, range(2))
+    if dist.get_rank() == 1:
+        accept = engine.model.set_extra_state
+
+        def refuse(state):
+            if state["steps"] == 0:
+                raise KeyError("no such step")
+            accept(state)
+
+        engine.model.set_extra_state = refuse
+    is_refused(engine, tmp_path, KeyError, "rank 1: no such step")
+    assert engine.model.seen["steps"] == 2
+
+
+NOT_PLAIN = [len.__call__, numpy.zeros(2), {"a": [Runs(os.devnull)]}, lambda: None]
+
+
+@two_ranks
+@on_every_rank
+def test_what_could_not_be_loaded_is_not_saved(ranks, tmp_path):
+    """A function, an array or an object, in `extra` or in an option. The message has its name; no folder is made."""
+    engine = build(ZeRO1Engine)
+    folder = tmp_path / "run"
+    for value in NOT_PLAIN:
+        raised_on_every_rank(ValueError, "'what' cannot be saved", checkpoint.save, engine, folder, what=value)
+    if dist.get_rank() == 1:
+        raised_on_every_rank(ValueError, "rank 1: 'what' cannot", checkpoint.save, engine, folder, what=len.__call__)
+    else:
+        raised_on_every_rank(ValueError, "rank 1: 'what' cannot", checkpoint.save, engine, folder, what=1)
+    engine.optimizer.param_groups[1]["note"] = NOT_PLAIN[0]
+    raised_on_every_rank(ValueError, "'note' of parameter group 1", checkpoint.save, engine, folder)
+    assert not folder.exists()
+
+
+@two_ranks
+@on_every_rank
+def test_a_state_that_has_no_place_is_not_saved(ranks, tmp_path):
+    """Optimizer state of no parameter, or of which ranks have parts that cannot be put together."""
+    engine = build(ZeRO1Engine)
+    train(engine, range(1))
+    states = engine.optimizer.state
+    piece = next(iter(states))
+    states[piece]["rows"] = torch.zeros(2, 2)
+    raised_on_every_rank(ValueError, "'rows' in the optimizer state of", checkpoint.save, engine, tmp_path / "run")
+    del states[piece]["rows"]
+    states["of all"] = {"steps": 1}
+    raised_on_every_rank(ValueError, "'of all' belongs to no parameter", checkpoint.save, engine, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@two_ranks
+@on_every_rank
+def test_wrong_arguments_are_refused(ranks, tmp_path):
+    """A `keep` that keeps nothing, and a folder that is a checkpoint itself or a file."""
+    engine = build(ZeRO1Engine)
+    path = checkpoint.save(engine, tmp_path / "run").path
+    raised_on_every_rank(ValueError, "keep must be", checkpoint.save, engine, tmp_path / "run", keep=0)
+    raised_on_every_rank(ValueError, "is a checkpoint itself", checkpoint.save, engine, path)
+    raised_on_every_rank(FileExistsError, "SHA256SUMS", checkpoint.save, engine, path / "SHA256SUMS")
+    raised_on_every_rank(FileNotFoundError, "no complete checkpoint", checkpoint.load, engine, tmp_path / "none")
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@two_ranks
+@pytest.mark.parametrize("in_background", [False, True])
+@on_every_rank
+def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_path):
+    """The error names the rank, nothing is left over, and the earlier checkpoint and the next save are good."""
+    engine = build(ZeRO1Engine)
+
+    def save(**extra):
+        if in_background:
+            return checkpoint.async_save(engine, tmp_path, **extra).result()
+        return checkpoint.save(engine, tmp_path, **extra)
+
+    save(step=1)
+    limit = files_of_at_most(2_000) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with limit, warnings.catch_warnings(record=True, action="always") as warned:
+        raised_on_every_rank(RuntimeError, "rank 1: OSError", save, step=2)
+        engine.saving and engine.saving.thread.submit(int).result()  # the thread warns after its future has its error
+    assert [str(each.message) for each in warned if "was not saved" in str(each.message)] or not in_background
+    dist.barrier()
+    assert os.listdir(tmp_path) == ["000001"]
+    assert checkpoint.load(engine, tmp_path) == {"step": 1}
+    save(step=3)
+    assert checkpoint.load(engine, tmp_path) == {"step": 3}
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "function, error",
+    [(f"{folders.__name__}.sync_folder", RuntimeError), (f"{metadata.__name__}.rebuild", checkpoint.Damaged)],
+)
+@on_every_rank
+def test_a_checkpoint_that_cannot_be_completed_is_deleted(ranks, function, error, tmp_path):
+    """Rank 0 fails at the end, or finds that the new checkpoint cannot be read: no rank believes that it is saved."""
+    engine = build(ZeRO1Engine)
+    with patch(function, no_space):
+        raised_on_every_rank(error, "rank 0: ", checkpoint.save, engine, tmp_path)
+    dist.barrier()
+    assert os.listdir(tmp_path) == []
+
+
+@two_ranks
+@on_every_rank
+def test_tensor_parallelism_is_refused(ranks, tmp_path):
+    """Ranks of one data dimension have one part of each matrix, so a checkpoint would lack the others."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(seeded(lambda: nn.Linear(4, 4)), mesh["tensor"], ColwiseParallel())
+    engine = ZeRO2Engine(model, ADAMW(model.parameters()), group=mesh["data"])
+    for function in (checkpoint.save, checkpoint.async_save, checkpoint.load):
+        raised_on_every_rank(ValueError, "tensor parallelism has split this model", function, engine, tmp_path)
+
+
+def test_a_run_on_one_rank_resumes(tmp_path):
+    """One rank writes one file, and needs no other rank."""
+    run_on_ranks(1, resume_on_one_rank, tmp_path)
+
+
+def resume_on_one_rank(folder):
+    is_resumed(build(ZeRO3Engine), build(ZeRO3Engine, seed=3), folder)

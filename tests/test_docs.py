@@ -158,7 +158,7 @@ def code(containing: str, page: str = "README.md") -> str:
 def test_the_first_run_prints_what_the_readme_shows():
     result = forked.launch("zero1", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "torchrun --standalone --nproc-per-node 2 -m zero1 --device cpu" in result.stdout
+    assert "torchrun --standalone --nproc-per-node 2 -m zerolab.measure.walkthrough zero1 --device cpu" in result.stdout
     assert "Warning" not in result.stderr
     printed = result.stdout.splitlines()
     for line in code("Step 1 forward").splitlines():

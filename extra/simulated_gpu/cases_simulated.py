@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from zerolab.engine.state import take_in
 
 from extra.simulated_gpu import findings
 from zerolab.engine import checkpoint
-from zerolab.engine.state import take_in
 from zerolab.measure import memory
 from zerolab.properties import fixtures
 from zerolab.run import engines

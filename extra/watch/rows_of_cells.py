@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero3 import parameters_by_unit
-from zerolab.engine.units import default_units
+from zero3 import default_units, parameters_by_unit
 from zerolab.measure.held import buckets_of
 
 

@@ -35,9 +35,9 @@ class Source:
 
     def check(self, model, options):
         """Raise on all ranks if there are no values, or no tensors to give them to, or if the two do not match."""
-        on_all_ranks(lambda: self.check_here(model), options.everyone)
+        on_all_ranks(lambda: self.check_here(model, options), options.everyone)
 
-    def check_here(self, model):
+    def check_here(self, model, options):
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         on_meta = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
         given = self.init_fn is not None or self.state_dict is not None
@@ -55,7 +55,7 @@ class Source:
             )
         if self.state_dict is None:
             return
-        values = self.values()
+        values = self.values(options.everyone)
         unexpected = [name for name in values if name not in model.state_dict(keep_vars=True)]
         missing = [name for name in on_meta if name not in values and self.init_fn is None]
         if missing or unexpected:
@@ -66,10 +66,11 @@ class Source:
                     f"{name!r} has shape {tuple(values[name].shape)} in state_dict and {tuple(tensor.shape)} here"
                 )
 
-    def values(self):
+    def values(self, group):
         """{name: tensor}; from a checkpoint's folder, tensors on meta, which have the shapes only."""
         if isinstance(self.state_dict, (str, os.PathLike)):
-            return reader.Folder(reader.newest(self.state_dict), check=False).model_on_meta()
+            path = reader.newest(self.state_dict)
+            return reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
         return self.state_dict
 
     def open(self, model, options):

@@ -60,7 +60,7 @@ class Engine:
         self.ready = False  # whether the optimizer's pieces have the gradients of all backwards so far
         self.updating = False  # whether `step()` runs
         self.own_options = dict(of_the_chapter)
-        self.saving = None  # the future of the last `checkpoint.async_save`
+        self.saving = None  # the thread of `checkpoint.async_save`
         super().__init__(model, optimizer, group=group, **of_the_chapter)
 
     @property
@@ -82,10 +82,7 @@ class Engine:
     def take_over_optimizer(self):
         names = {param: state_dict.plain_name(name) for name, param in self.model.named_parameters()}
         # For checkpoints: which parameters are in which group, also those of which this rank owns nothing.
-        self.group_names = [
-            [names[param] for param in param_group["params"] if param.requires_grad]
-            for param_group in self.optimizer.param_groups
-        ]
+        self.group_names = [[names[param] for param in group["params"]] for group in self.optimizer.param_groups]
         groups.take_over(self.optimizer, self.buckets)
         engine = weakref.ref(self)
         self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: checks.check_step(engine(), optimizer))

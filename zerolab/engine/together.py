@@ -25,6 +25,13 @@ def on_all_ranks(work, group):
     return [result for _, result in everyone]
 
 
+def all_succeed(work, group):
+    """As `on_all_ranks`, but returns the result of this rank's call only, which is not sent."""
+    results = []
+    on_all_ranks(lambda: results.append(work()), group)
+    return results[0]
+
+
 def portable(error):
     """An error that every rank can unpickle and raise anew with one message."""
     if error is None:
@@ -32,7 +39,7 @@ def portable(error):
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     for kind in type(error).__mro__:
         plain = kind.__module__ == "builtins" or kind.__module__.startswith("zerolab.")
-        if plain and kind not in (OSError, UnicodeDecodeError):
+        if plain and kind not in (OSError, UnicodeDecodeError, Exception, BaseException, object):
             try:
                 return kind(message)
             except TypeError:

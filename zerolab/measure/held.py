@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zerolab.engine.units import default_units
+from zero3 import default_units
 
 
 def tensor_leaves(tree) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zero1 import ZeRO1
 from zero2 import reduce_scatter
+from zero3 import default_units
 from zerolab.engine import ZeRO1Engine
-from zerolab.engine.units import default_units
 from zerolab.run.micro_batches import Looped
 
 

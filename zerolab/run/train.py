@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.engine import checkpoint
-from zerolab.engine.all_or_none import all_or_none, on_all
+from zerolab.engine.together import on_all_ranks
 from zerolab.run import engines, journal, process_group
 from zerolab.run import options as common
 from zerolab.run.data import Batches, load_text
@@ -118,7 +118,7 @@ class Training:
     def load(self) -> None:
         """From the newest checkpoint that is good. Without any the run is at its beginning."""
         folder = self.options.folder
-        found = all_or_none(lambda: checkpoint.complete(folder) if self.me.rank == 0 else None, None)[0]
+        found = on_all_ranks(lambda: checkpoint.complete(folder) if self.me.rank == 0 else None, None)[0]
         for path in reversed(found):
             try:
                 self.step = checkpoint.load(self.engine, path)["step"]
@@ -173,7 +173,13 @@ def main() -> None:
     text = load_text(options.data, preset(options.preset).seq)
     me = process_group.start(options.backend, options.device, options)
     seconds = EARLY * process_group.timeout()  # a network's file system may keep a dead machine's lock
-    held = on_all(lambda: me.rank == 0 and journal.lock(options.folder, seconds), None)  # noqa: F841  until the end
+    held = []  # rank 0's lock, until the end
+
+    def lock():
+        if me.rank == 0:
+            held.append(journal.lock(options.folder, seconds))
+
+    on_all_ranks(lock, None)
     me.print(f"{options.stage}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
     Training(options, me, text).run(listen())
     process_group.stop()

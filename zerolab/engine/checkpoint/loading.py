@@ -1,142 +1,195 @@
-"""Whether a checkpoint fits an engine, and how it is put into one."""
+"""Loading: does the checkpoint fit this engine? Only then is anything changed.
+
+Every rank reads the rectangles that overlap its own pieces, whoever wrote them. So it does not matter how many ranks
+there were, or whether the writer was an engine, FSDP2 or a plain model. All values are read into the host's memory
+first, 12Ψ/N bytes with float32 and AdamW. If any rank fails, all ranks raise its error, and no engine has changed.
+(DCP's `load` writes into the model's own tensors while it reads.)
+"""
+
+import copy
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
-from zerolab.engine.all_or_none import all_or_none, on_all
+from zerolab.engine import offload
 from zerolab.engine.checkpoint.reader import Folder, newest
-from zerolab.engine.checkpoint.rectangles import Cut
-from zerolab.engine.checkpoint.saving import refuse_parts, wait_for_last
-from zerolab.engine.layout import pieces, with_plain_names
-from zerolab.engine.checks import some as name_some, not_alike
-from zerolab.engine.state import take_in
+from zerolab.engine.checkpoint.saving import as_piece, refuse_tensor_parallel, wait_for_last
+from zerolab.engine.checks import some
+from zerolab.engine.state_dict import in_three, own_parts, plain_name
+from zerolab.engine.together import all_succeed, on_all_ranks
 
 
-def load(engine, folder) -> dict:
+def load(engine, folder):
     """Load the newest checkpoint in `folder`, or `folder` itself, into the engine. Returns `extra`. A collective.
 
-    `extra` is what this rank has saved; a rank that was not there gets rank 0's. Raises the same kind of error on every
-    rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError for another model or
-    optimizer. Until then values are in host memory of their own.
+    `extra` is what this rank saved; a rank that did not exist then gets rank 0's. Raises the same error on every rank
+    before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError if the model or the optimizer is
+    different.
     """
+    refuse_tensor_parallel(engine)
     wait_for_last(engine)
-    refuse_parts(engine)
-    place = engine.placement
-    what = "all ranks to call checkpoint.load()"
-    path = all_or_none(lambda: newest(folder) if place.rank == 0 else None, place.everyone, what)[0]
-    source = on_all(lambda: Folder(path, place.rank, place.world_size), place.everyone)
-    modules, values, options, state, extra = on_all(lambda: _read(engine, source), place.everyone)
-    take_in(engine, modules, values)  # all ranks have read all they need: after this nothing can fail
-    for group, there in zip(engine.optimizer.param_groups, options):
-        group.update(there)
-        on_device = group.get("capturable") or group.get("fused")
-        for piece in group["params"]:
-            engine.optimizer.state.pop(piece, None)
-            if own := state.get(piece):
-                engine.optimizer.state[piece] = _placed(own, piece.device, numbers=on_device)
-    engine.shards_changed()
+    everyone = engine.options.everyone
+    rank = dist.get_rank(everyone)
+    path = on_all_ranks(lambda: newest(folder) if rank == 0 else None, everyone)[0]
+    source = all_succeed(lambda: Folder(path, rank, dist.get_world_size(everyone)), everyone)
+    tensors, extras, options, states, extra = all_succeed(lambda: read(engine, source, rank), everyone)
+    set_extra_states(extras, everyone)
+    write_tensors(engine, tensors)
+    write_optimizer(engine, options, states)
     return extra
 
 
-def _placed(state: dict, device, numbers: bool) -> dict:
-    """An optimizer's state on the device, a step counter only if the optimizer wants `numbers` there."""
-    return tree_map_only(torch.Tensor, lambda value: value.to(device) if value.dim() or numbers else value, state)
+def read(engine, source, rank):
+    """Everything that this rank needs, on the host: (tensors, extra states, options, optimizer states, extra).
 
-
-def _read(engine, source: Folder) -> tuple:
-    """All values of this rank, in memory of their own: (what modules take, pairs (place, value), optimizer, extra)."""
-    params, buffers, extras = with_plain_names(engine)
-    saved, wanted = source.model, {}  # wanted: name in the checkpoint -> what it is read into
-    _require_same_model(engine, source, params | buffers, extras)
-    places = [(buffer, saved[key]) for key, buffer in buffers.items()]
-    for key in buffers:
-        wanted[saved[key]] = source.blank(saved[key])
-    saved_as = {id(param): saved[key] for key, param in params.items()}
-    for _, param, piece, shape, first in pieces(engine.all_buckets):
-        name = saved_as[id(param)]
-        wanted[name] = Cut.of(torch.empty(piece.shape, dtype=piece.dtype), shape, first)
-        places.append((piece, name))
-    options = _options_of_groups(engine, source)
-    state = _state_of_pieces(engine, source, wanted)
+    tensors        [(the engine's own tensor, its values)]
+    extra states   [(module, its value)]
+    options        one dictionary per parameter group
+    states         {piece: {key: value}}
+    """
+    params, whole, extras = (
+        {plain_name(key): value for key, value in part.items()}  # as saved
+        for part in in_three(engine)
+    )
+    whole = {key: tensor for key, tensor in whole.items() if tensor.layout is torch.strided}
+    check_model(engine, source, params | whole, extras)
+    names = source.model
+    wanted = {}  # name in the checkpoint -> what it is read into
+    tensors = []  # (the engine's own tensor, name in the checkpoint)
+    for key, tensor in whole.items():
+        wanted[names[key]] = source.empty(names[key])
+        tensors.append((tensor, names[key]))
+    keys = {id(param): key for key, param in params.items()}
+    for bucket in engine.all_buckets:
+        for param, piece in own_parts(bucket):
+            name = names[keys[id(param)]]
+            wanted[name] = as_piece(bucket, param, torch.empty(piece.shape, dtype=piece.dtype))
+            tensors.append((piece, name))
+    options = read_options(engine, source)
+    states = plan_states(engine, source, wanted)
     found = source.read(wanted)
-    own = source.tree.get("extra", {})
-    own = own.get(str(engine.placement.rank)) or own.get("0", {})
-    kept, own = source.values(({key: saved[key] for key in extras if key in saved}, own))
+    of_ranks = source.tree.get("extra", {})
+    (extra,) = source.values(of_ranks.get(str(rank)) or of_ranks.get("0")) if of_ranks else ({},)
     return (
-        [(extras[key][0], value) for key, value in kept.items()],
-        [(place, found[name]) for place, name in places],
+        [(tensor, found[name]) for tensor, name in tensors],
+        [(module, source.values(names[key])) for key, (module, _) in extras.items() if key in names],
         options,
-        {piece: tree_map(found.get, names) for piece, names in state.items()},
-        own,
+        {piece: tree_map(found.get, state) for piece, state in states.items()},
+        extra,
     )
 
 
-def _require_same_model(engine, source: Folder, tensors: dict, extras: dict) -> None:
-    """Raises ValueError for another model's checkpoint: other names, or another dtype or shape under one."""
-    saved, theirs = source.model, source.model_on_meta()
-    missing = [key for key in tensors if key not in theirs]
-    missing += [key for key, (_, value) in extras.items() if key not in saved and value != {}]  # torch saves no {}
-    unexpected = [key for key in saved if key not in tensors and key not in extras]
+def check_model(engine, source, tensors, extras):
+    """Raise ValueError if the checkpoint has another model: other names, or another shape or dtype under one name."""
+    saved = source.model_on_meta()
+    missing = [key for key in tensors if key not in saved]
+    # DCP does not save an extra state that is an empty dictionary.
+    missing += [key for key, (_, value) in extras.items() if key not in source.model and value != {}]
+    unexpected = [key for key in source.model if key not in tensors and key not in extras]
     if missing or unexpected:
-        raise ValueError(f"{str(source.path)!r} is of another model: {not_alike(missing, unexpected)}")
-    dtypes = {}  # id of a parameter -> the dtype of its shards
-    for bucket in engine.all_buckets:
-        dtypes.update((id(param), bucket.shard.dtype) for param in bucket.params)
-    for key, value in tensors.items():
-        there = f"{theirs[key].dtype} of shape {tuple(theirs[key].shape)}"
-        here = f"{dtypes.get(id(value), value.dtype)} of shape {tuple(value.shape)}"
+        parts = [("missing", missing), ("unexpected", unexpected)]
+        differences = "; ".join(f"{what} {some(keys)}" for what, keys in parts if keys)
+        raise ValueError(f"{str(source.path)!r} has a different model: {differences}")
+    dtypes = {id(param): bucket.shard.dtype for bucket in engine.all_buckets for param in bucket.params}
+    for key, tensor in tensors.items():
+        there = f"{saved[key].dtype} of shape {tuple(saved[key].shape)}"
+        here = f"{dtypes.get(id(tensor), tensor.dtype)} of shape {tuple(tensor.shape)}"
         if there != here:
-            raise ValueError(f"{key!r} is {there} in {str(source.path)!r}, {here} here")
+            raise ValueError(f"{key!r} is {there} in {str(source.path)!r} and {here} here")
 
 
-def _options_of_groups(engine, source: Folder) -> list[dict]:
-    """The saved options of each group of the optimizer (learning rate, decay), by the parameters in it."""
-    where = f"the optimizer's state in {str(source.path)!r}"
+def read_options(engine, source):
+    """The saved options (learning rate, weight decay) of each parameter group, which is found by its parameters."""
+    optimizer = engine.optimizer
+    where = f"the optimizer state in {str(source.path)!r}"
     groups = source.tree.get("optim", {}).get("param_groups")
     if not groups:
-        raise ValueError(f"{where} is not there, or not laid out as torch's get_optimizer_state_dict does it")
-    about, groups = source.values((source.tree.get("zero", {}), groups))
-    kind, own = about.get("optimizer"), type(engine.optimizer).__name__
-    if kind not in (None, own):
-        raise ValueError(f"{where} is of {kind}, and here is {own}: build the engine with {kind}")
-    trained = set().union(*engine.groups)
-    options = {frozenset(trained.intersection(group.pop("params", ()))): group for group in groups}
-    found = []
-    for names, group in zip(engine.groups, engine.optimizer.param_groups):
-        there = options.get(frozenset(names))
-        if there is None:
+        raise ValueError(f"{where} is missing, or does not have the layout of torch's get_optimizer_state_dict")
+    groups = source.values(groups)
+    trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
+    saved = {trained.intersection(group.pop("params", ())): group for group in groups}
+    options = []
+    for names in engine.group_names:
+        here = trained.intersection(names)
+        if here not in saved:
             raise ValueError(
-                f"{where} has other groups: {name_some(names)} is a group here. Pass the same param_groups as when it "
-                "was saved"
+                f"{where} has other parameter groups: {some(sorted(here))} is a group here. Build the optimizer with "
+                "the same groups as when it was saved"
             )
-        lacks = engine.optimizer.defaults.keys() - there.keys()
-        if kind is None and (lacks or there.get("decoupled_weight_decay") != group.get("decoupled_weight_decay")):
-            # torch does not save the optimizer's name.
-            raise ValueError(f"{where} is of another class than {own}: it has {', '.join(sorted(there))}")
-        found.append(there)
-    return found
+        options.append(saved[here])
+    kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
+    if kind not in (None, type(optimizer).__name__):
+        raise ValueError(f"{where} is {kind}'s, and the optimizer here is {type(optimizer).__name__}")
+    for group in options:
+        if not kind and (
+            set(optimizer.defaults) - set(group)
+            or group.get("decoupled_weight_decay") != optimizer.defaults.get("decoupled_weight_decay")
+        ):
+            raise ValueError(f"{where} is not {type(optimizer).__name__}'s: its options are {', '.join(sorted(group))}")
+    return options
 
 
-def _state_of_pieces(engine, source: Folder, wanted: dict) -> dict:
-    """{piece: names in the checkpoint}. A parameter without state has none here, too."""
+def plan_states(engine, source, wanted):
+    """{piece: {key: name in the checkpoint}}. Adds to `wanted` what these are read into.
+
+    A parameter without a state in the checkpoint gets none, because no step has used it.
+    """
     saved = source.tree["optim"].get("state", {})  # name of a parameter -> {key: name in the checkpoint}
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    per_element = set()  # paths of what is as large as a parameter: moments, say, and not a step counter
-    for param, own in saved.items():
-        shape = shapes[source.model[param]]
-        for path, name in tree_flatten_with_path(own)[0]:
-            if shape and shapes.get(name) == shape:
-                per_element.add(path)
-    found = {}
-    for param, _, piece, shape, first in pieces(engine.buckets):
-        own = saved.get(param, {})
-        for path, name in tree_flatten_with_path(own)[0]:
-            there = source.tensors.get(name)
-            if path in per_element and shapes.get(name) == shape:
-                wanted[name] = Cut.of(torch.empty(piece.shape, dtype=there.dtype), shape, first)
-            elif there is None or there.numel() == 1:
-                wanted[name] = source.blank(name)
-            else:
-                raise ValueError(f"{name!r} has shape {tuple(there.shape)}, the parameter {tuple(shape)}")
-        found[piece] = own
-    return found
+    # A scalar parameter cannot show which keys have one value per element, because a step counter is a scalar, too.
+    per_element = set()
+    for param_name, state in saved.items():
+        shape = shapes.get(source.model.get(param_name))
+        per_element |= {key for key, name in state.items() if shape and shapes.get(str(name)) == shape}
+    states = {}
+    for bucket in engine.buckets:
+        keys = {param: plain_name(name) for param, name in zip(bucket.params, bucket.names)}
+        for param, piece in bucket.pieces.items():
+            states[piece] = saved.get(keys[param], {})
+            for key, name in states[piece].items():
+                tensor = source.tensors.get(str(name))
+                if key in per_element:
+                    wanted[name] = as_piece(bucket, param, torch.empty(piece.shape, dtype=tensor.dtype))
+                elif tensor is not None and tensor.dim():
+                    raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, which is not the parameter's")
+                else:
+                    wanted |= {each: source.empty(each) for each in tree_leaves(name)}
+    return states
+
+
+# From here on the engine changes.
+
+
+def set_extra_states(extras, group):
+    """Have modules load what they saved besides tensors. This is their own code: if it raises, all are as before."""
+    if not extras:
+        return
+    before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in extras]
+    try:
+        all_succeed(lambda: [module.set_extra_state(value) for module, value in extras], group)
+    except Exception:
+        for module, value in before:
+            module.set_extra_state(value)
+        raise
+
+
+@torch.no_grad()
+def write_tensors(engine, tensors):
+    offload.wait_for_copies(engine.all_buckets[0].flat.device)
+    for tensor, value in tensors:
+        tensor.copy_(value)
+    engine.shards_changed()
+
+
+def write_optimizer(engine, options, states):
+    """As torch's optimizers place their state: with the piece, but a step counter on the CPU unless it is fused."""
+    optimizer = engine.optimizer
+    for group, saved in zip(optimizer.param_groups, options):
+        group.update(saved)
+        for piece in group["params"]:
+            optimizer.state.pop(piece, None)
+            for key, value in states[piece].items():
+                if isinstance(value, torch.Tensor) and (value.dim() or group.get("fused") or group.get("capturable")):
+                    value = value.to(piece.device)
+                optimizer.state[piece][key] = value

@@ -1,247 +1,242 @@
-"""What an engine saves, and when: at once, or in the background while training goes on."""
+"""What is saved, and in the background while training goes on.
+
+The state has the layout of DCP for any model and optimizer, with two entries of ours:
+
+    model    {name: parameter, buffer or extra state}                        each rank's pieces; the rest is rank 0's
+    optim    state         {name of a parameter: {key: value}}               each rank's pieces
+             param_groups  [{option: value, "params": names of parameters}]  rank 0's
+    extra    {rank: the caller's values}                                     each rank's own
+    zero     {"optimizer": name of its class}                                rank 0's
+
+`save` copies nothing on a CPU; from a GPU it copies one tensor at a time. `async_save` copies this rank's part to the
+host first, 12Ψ/N bytes with float32 and AdamW, and training goes on as soon as this is done. A thread writes the copy.
+DCP's own `async_save` does the same, but its copy has whole storages.
+"""
 
 import concurrent.futures
-import contextlib
-import copy
 import dataclasses
 import io
+import secrets
 import time
 import warnings
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from zerolab.engine import groups
-from zerolab.engine.all_or_none import all_or_none
-from zerolab.engine.checkpoint import files
-from zerolab.engine.checkpoint.rectangles import Cut
-from zerolab.engine.layout import entries, name_of, pieces, with_plain_names
-from zerolab.engine.options import tensor_parallel
-from zerolab.engine.safety.optimizer_refusals import options_of
+from zerolab.engine import tensor_parallel
+from zerolab.engine.checkpoint import folders
+from zerolab.engine.checkpoint.rectangles import Piece
+from zerolab.engine.groups import first_element
+from zerolab.engine.state_dict import in_three, own_parts, plain_name
+from zerolab.engine.together import all_succeed, on_all_ranks
 
 
 @dataclasses.dataclass
 class Saved:
-    """What a save took on this rank."""
+    """The cost of a save on this rank: bytes written, seconds, and for how many of these training could not go on."""
 
     path: Path
     rank: int
-    nbytes: int  # that this rank has written
-    seconds: float  # until the checkpoint was complete on all ranks
-    stood_still: float  # seconds of these in which training could not go on
+    nbytes: int
+    seconds: float
+    paused: float
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"rank {self.rank}: {self.nbytes:,} bytes to {self.path} in {self.seconds:.2f} s; "
-            f"training stood still for {self.stood_still:.2f} s"
+            f"training paused for {self.paused:.2f} s"
         )
 
 
-def save(engine, folder, keep: int | None = 3, **extra) -> Saved:
+class Background:
+    """A thread that writes, with its own process group, because its collectives must not mix with training's."""
+
+    def __init__(self, group):
+        self.group = make_group(group)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self.future = None
+
+    def start(self, write):
+        self.future = self.thread.submit(write, self.group)
+        self.future.add_done_callback(warn_of_failure)
+        return self.future
+
+
+def make_group(group):
+    """A gloo group of the same ranks. A collective of these ranks only, and not of all, as `dist.new_group` is.
+
+    torch names a group by how many groups a rank has made. Where that differs between ranks, so do the names, and the
+    ranks wait for each other forever. So rank 0 chooses the number here.
+    """
+    number = on_all_ranks(lambda: secrets.randbits(60), group)[0]
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, number
+    try:
+        return dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
+    finally:
+        world.group_count = before
+
+
+def save(engine, folder, keep=3, **extra):
     """Save model, optimizer and `extra` in a new folder inside `folder`, which all ranks can reach. A collective.
 
-    Of the complete checkpoints in `folder` the newest `keep` stay (None: all). `extra` are tensors and plain values,
-    each rank's own. Raises the same error on every rank (RuntimeError for a full disk); earlier checkpoints stay.
+    Returns a `Saved`. The newest `keep` complete checkpoints in `folder` stay (None: all). `extra` are tensors and
+    plain values, each rank's own. Raises the same error on every rank: ValueError for a value that could not be loaded
+    again, RuntimeError if a rank cannot write. Earlier checkpoints are unchanged then.
     """
-    return _begin(engine, folder, keep, extra, in_background=False)(engine.placement.everyone)
+    write = prepare(engine, folder, keep, extra, in_background=False)
+    return write(engine.options.everyone)
 
 
-def async_save(engine, folder, keep: int | None = 3, **extra) -> concurrent.futures.Future:
-    """As `save`, but training goes on as soon as this rank's part is copied. The future's result is a `Saved`.
+def async_save(engine, folder, keep=3, **extra):
+    """As `save`, but training can go on when this returns. Returns a future, whose result is the `Saved`.
 
-    The copy is in host memory, as large as what the rank writes. A later `save` or `load` waits for the future. Ask for
-    `result()` before the process group is destroyed. The first call makes a gloo group, for the files' own collectives:
-    in the background they must not mix with training's.
+    A later `save` or `load` waits for it. Ask for `result()` before the process group is destroyed.
     """
-    write = _begin(engine, folder, keep, extra, in_background=True)
-    if engine.background is None:
-        group = groups.new(dist.get_process_group_ranks(engine.placement.everyone), "gloo")
-        engine.background = group, concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-    group, thread = engine.background
-    engine.saving = thread.submit(write, group)
-    engine.saving.add_done_callback(_warn)
-    return engine.saving
+    write = prepare(engine, folder, keep, extra, in_background=True)
+    if engine.saving is None:
+        engine.saving = Background(engine.options.everyone)
+    return engine.saving.start(write)
 
 
-def refuse_parts(engine) -> None:
-    if tensor_parallel.dimension(engine.all_buckets) is not None:
-        raise ValueError(
-            "tensor parallelism has cut this model, and the ranks of one data dimension have parts of it alone: save "
-            "engine.full_state_dict() on one rank"
-        )
-
-
-def _begin(engine, folder, keep, extra, in_background: bool):
+def prepare(engine, folder, keep, extra, in_background):
     """Everything that needs the engine. Returns the rest, a function of a group: it may run while training goes on."""
-    refuse_parts(engine)
+    began = time.perf_counter()
+    refuse_tensor_parallel(engine)
     wait_for_last(engine)
-    began, rank, everyone = time.perf_counter(), engine.placement.rank, engine.placement.everyone
-    state = {}
-
-    def collect() -> dict:
-        state.update(_state(engine, extra, in_background))
-        return _must_be_alike(engine, state)
-
-    name = "async_save" if in_background else "save"
-    _refuse_different(all_or_none(collect, everyone, f"all ranks to call checkpoint.{name}()"))
-    path = all_or_none(lambda: files.new_folder(folder, keep) if rank == 0 else None, everyone)[0]
+    everyone = engine.options.everyone
+    rank = dist.get_rank(everyone)
+    state = all_succeed(lambda: collect(engine, extra, in_background), everyone)
+    path = on_all_ranks(lambda: folders.make_folder(folder, keep) if rank == 0 else None, everyone)[0]
     ready = time.perf_counter()
 
-    def write(group) -> Saved:
-        nbytes = files.write(state, path, keep, rank, group)
+    def write(group):
+        nbytes = folders.write(state, path, keep, group)
         ended = time.perf_counter()
-        return Saved(path.with_suffix(""), rank, nbytes, ended - began, (ready if in_background else ended) - began)
+        paused = (ready if in_background else ended) - began
+        return Saved(path.with_suffix(""), rank, nbytes, ended - began, paused)
 
     return write
 
 
-def _state(engine, extra: dict, copied: bool) -> dict[tuple, object]:
-    """{path: value} that this rank writes, as torch lays it out; with `copied`, in host memory of its own.
-
-    What is no part of something that is cut, rank 0 writes.
-    """
-    own = _copied_to_host if copied else torch.Tensor.detach
-    with torch.no_grad():
-        engine.refuse_lost()
-        state = _model(engine, own) | _optimizer_state(engine, own)
-        if engine.placement.rank == 0:
-            state |= _options(engine)
-    named = {name_of(path): value for path, value in state.items()}
-    if len(named) < len(state):
-        raise ValueError("two values have one name, as {'a': {'b': 1}, 'a.b': 2} has in the optimizer's state")
-    _must_be_plain(named)
-    _must_be_plain(extra := _plain(extra))
-    state["extra", str(engine.placement.rank)] = extra
-    return state
+def refuse_tensor_parallel(engine):
+    params = [param for bucket in engine.all_buckets for param in bucket.params]
+    if tensor_parallel.mesh_of(params) is not None:
+        raise ValueError(
+            "tensor parallelism has split this model, and the ranks of this engine have one part of it: save "
+            "engine.full_state_dict() on one rank instead"
+        )
 
 
-def _copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _model(engine, own) -> dict[tuple, object]:
-    """What this rank has of each parameter; of tied ones under all their names, and of empty ones all of it.
-
-    On rank 0 also buffers, and what modules keep besides tensors.
-    """
-    cuts = {}  # id of a parameter -> its `Cut`
-    for _, param, piece, shape, first in pieces(engine.all_buckets):
-        cuts[id(param)] = Cut.of(own(piece), shape, first)
-    for bucket in engine.all_buckets:
-        for param in bucket.params:
-            if param.numel() == 0:
-                cuts[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
-    params, buffers, extras = with_plain_names(engine)
-    state = {("model", key): cuts[id(param)] for key, param in params.items() if id(param) in cuts}
-    if engine.placement.rank == 0:
-        state |= {("model", key): own(buffer) for key, buffer in buffers.items()}
-        for key, (_, value) in extras.items():
-            state.update(entries(_plain(value), ("model", key)))
-    return state
-
-
-def _optimizer_state(engine, own) -> dict[tuple, object]:
-    state = {}
-    for key in engine.optimizer.state:
-        if not isinstance(key, torch.Tensor):
-            raise ValueError(
-                f"{key!r} in the optimizer's state belongs to no parameter, and a checkpoint has no place for it: keep "
-                "it in an option of a group"
-            )
-    for name, _, piece, shape, start in pieces(engine.buckets):
-        for path, value in entries(engine.optimizer.state.get(piece, {}), ("optim", "state", name)):
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == piece.shape:  # a number per element
-                state[path] = Cut.of(own(value), shape, start)
-            elif any(torch.is_tensor(leaf) and leaf.numel() > 1 for leaf in tree_leaves(value)):
-                raise ValueError(
-                    f"{'.'.join(path[2:])!r} in the optimizer's state: each rank has another part of it, and only "
-                    "tensors with a number for each element, also in dictionaries, can be put together"
-                )
-            elif path[3:]:  # else there is no state yet
-                state[path] = _plain(value)
-    return state
-
-
-def _options(engine) -> dict[tuple, object]:
-    """The options of the optimizer's groups, and who has saved them."""
-    state = {}
-    for number, (group, there) in enumerate(zip(engine.optimizer.param_groups, engine.groups)):
-        for key, value in {**group, "params": there}.items():
-            state.update(entries(_plain(value), ("optim", "param_groups", number, key)))
-    state["zero", "optimizer"] = type(engine.optimizer).__name__
-    state["zero", "stage"] = type(engine).__name__
-    state["zero", "ranks"] = engine.placement.world_size
-    return state
-
-
-def _plain(value):
-    """A copy of `value` in which numpy's numbers are Python's: a schedule may have computed with them."""
-
-    def one(leaf):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
-        if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == ():
-            return leaf.item()
-        with contextlib.suppress(Exception):  # what cannot be copied is refused by its name, in a moment
-            leaf = copy.deepcopy(leaf)
-        return leaf
-
-    return tree_map(one, value)
-
-
-def _must_be_alike(engine, state: dict[tuple, object]) -> dict[str, dict]:
-    """{name of a parameter or group: {path in its state: what all ranks must have there, as text}}.
-
-    A group's options may part where a schedule goes by a rank's own loss.
-    """
-    found = {}
-    for number, group in enumerate(engine.optimizer.param_groups):
-        found[f"group {number}"] = {"options": options_of(group)}
-    for path, value in state.items():
-        if path[:2] == ("optim", "state"):
-            plain = None if type(value) is Cut else tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
-            found.setdefault(path[2], {})[path[3:]] = repr(plain)
-    return found
-
-
-def _refuse_different(everyone: list[dict]) -> None:
-    """Raises ValueError if ranks have other numbers or keys in one parameter's state, or in a group's options."""
-    together = {}
-    for found in everyone:
-        for name, own in found.items():
-            if together.setdefault(name, own) != own:
-                raise ValueError(
-                    f"ranks disagree on {name!r} in the optimizer's state, in a key or in a number: {together[name]} "
-                    f"and {own}. One checkpoint cannot hold both, and the ranks' weights part. A schedule must have "
-                    "the same numbers on all ranks, as the mean of their losses is"
-                )
-
-
-def _must_be_plain(named: dict) -> None:
-    """Raises ValueError, which names it, if there is a value that could not be read without running code."""
-    for name, value in named.items():
-        if type(value) in (torch.Tensor, Cut):
-            continue
-        stream = io.BytesIO()
-        try:
-            torch.save(value, stream)
-            stream.seek(0)
-            torch.load(stream, weights_only=True)
-        except Exception as error:  # what cannot be pickled raises many kinds
-            raise ValueError(
-                f"{name!r}: a checkpoint takes tensors, numbers, strings, and lists and dictionaries of them, which "
-                f"can be read without running code. {str(error).splitlines()[0]}"
-            ) from None
-
-
-def wait_for_last(engine) -> None:
-    """One save at a time. Its errors are those of the future that the caller has."""
+def wait_for_last(engine):
+    """One save at a time. Its error is in its future."""
     if engine.saving is not None:
-        concurrent.futures.wait([engine.saving])
+        concurrent.futures.wait([engine.saving.future])
 
 
-def _warn(future) -> None:
+def warn_of_failure(future):
     if future.exception() is not None:  # not everybody asks for the result
         warnings.warn(f"a checkpoint was not saved: {future.exception()}", stacklevel=1)
+
+
+@torch.no_grad()
+def collect(engine, extra, copied):
+    """What this rank writes, laid out as above; with `copied`, on the host and independent of the engine."""
+
+    def take(tensor):
+        return tensor.detach().to("cpu", copy=True) if copied else tensor.detach()
+
+    rank = dist.get_rank(engine.options.everyone)
+    state = {
+        "model": collect_model(engine, take, rank),
+        "optim": {"state": collect_optimizer_state(engine, take)},
+        # In a tuple, because DCP takes dictionaries apart, and loses empty ones and keys that are not strings.
+        "extra": {str(rank): ({key: copy_plain(f"{key!r}", value) for key, value in extra.items()},)},
+    }
+    if rank == 0:
+        state["optim"]["param_groups"] = collect_options(engine)
+        state["zero"] = {"optimizer": type(engine.optimizer).__name__}
+    return state
+
+
+def collect_model(engine, take, rank):
+    """The pieces of each parameter, of tied ones under all names. On rank 0 also what is not sharded."""
+    mine = {}  # id of a parameter -> what this rank has of it
+    for bucket in engine.all_buckets:
+        for param, piece in own_parts(bucket):
+            mine[id(param)] = as_piece(bucket, param, take(piece))
+        for param in bucket.params:
+            if param.numel() == 0:
+                mine[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
+    params, whole, extras = in_three(engine)
+    state = {plain_name(key): mine[id(param)] for key, param in params.items() if id(param) in mine}
+    if rank == 0:
+        for key, tensor in whole.items():
+            if tensor.layout is torch.strided:  # DCP cannot write sparse tensors
+                state[plain_name(key)] = take(tensor)
+        for key, (_, value) in extras.items():
+            state[plain_name(key)] = copy_plain(f"the extra state {key!r}", value)
+    return state
+
+
+def collect_optimizer_state(engine, take):
+    """{name of a parameter: {key: value}} for the pieces of this rank that have a state."""
+    for key in engine.optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise ValueError(f"the optimizer state {key!r} belongs to no parameter: keep it in a group's options")
+    states = {}
+    for bucket in engine.buckets:
+        names = dict(zip(bucket.params, bucket.names))
+        for param, piece in bucket.pieces.items():
+            state = states[plain_name(names[param])] = {}
+            for key, value in engine.optimizer.state.get(piece, {}).items():
+                name = f"{key!r} in the optimizer state of {names[param]!r}"
+                if not isinstance(value, torch.Tensor):
+                    state[key] = copy_plain(name, value)
+                elif value.shape == piece.shape:  # one value per element
+                    state[key] = as_piece(bucket, param, take(value))
+                elif value.dim() == 0:
+                    state[key] = take(value)
+                else:
+                    raise ValueError(
+                        f"{name} has shape {tuple(value.shape)}: a checkpoint can put together only tensors with one "
+                        "value per element of the parameter"
+                    )
+    return states
+
+
+def as_piece(bucket, param, elements):
+    index = next(index for index, each in enumerate(bucket.params) if each is param)
+    return Piece.of(elements, bucket.shapes[index], first_element(bucket, param))
+
+
+def collect_options(engine):
+    groups = []
+    for index, (group, names) in enumerate(zip(engine.optimizer.param_groups, engine.group_names)):
+        options = {}
+        for key, value in group.items():
+            options[key] = names if key == "params" else copy_plain(f"{key!r} of parameter group {index}", value)
+        groups.append(options)
+    return groups
+
+
+def copy_plain(name, value):
+    """A copy of a value, made as `load` will read it. Raises ValueError if that would have to run code.
+
+    Numpy's numbers, which many schedules compute with, become Python's.
+    """
+    value = tree_map_only(numpy.generic, lambda number: number.item(), value)
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickling can raise any error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name} cannot be saved: a checkpoint can have tensors, numbers, strings, and lists, tuples and "
+            f"dictionaries of these, which are loaded without running code ({reason})"
+        ) from None

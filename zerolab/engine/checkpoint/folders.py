@@ -1,0 +1,108 @@
+"""A checkpoint's folder, which at every moment is either complete or not a checkpoint.
+
+All ranks write into a folder "000007.partial". When all files are on disk, rank 0 writes their SHA-256 into it and
+renames it to "000007". The file system renames it at once or not at all. A crash before that leaves a folder that
+nobody takes for a checkpoint, and the next save deletes it.
+
+Why a new folder for each save: DCP overwrites files in place. After a crash in the middle the old `.metadata` still
+matches, and the mix of old and new values loads without an error.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zerolab.engine.checkpoint.reader import METADATA, SUMS, Folder, complete, sha256
+from zerolab.engine.together import all_succeed, on_all_ranks
+
+
+def make_folder(folder, keep):
+    """Rank 0 only: an empty partial folder with the next number in `folder`. Deletes what crashes have left."""
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}")
+    folder = Path(folder)
+    if (folder / METADATA).exists():
+        raise ValueError(f"{str(folder)!r} is a checkpoint itself: pass the folder that it is in")
+    folder.mkdir(parents=True, exist_ok=True)
+    for partial in folder.glob("[0-9]*.partial"):
+        if partial.stem.isdecimal() and partial.is_dir():  # anything else is the user's
+            shutil.rmtree(partial, ignore_errors=True)
+    delete_old(folder, keep)
+    numbers = [int(path.stem) for path in folder.glob("[0-9]*") if path.stem.isdecimal()]
+    path = folder / f"{max(numbers, default=0) + 1:06d}.partial"
+    path.mkdir()
+    return path
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer. It also notes in `.metadata` that there are checksums, so that a reader misses the file."""
+
+    def storage_meta(self):
+        return dataclasses.replace(super().storage_meta(), modules=[SUMS])
+
+
+def write(state, path, keep, group):
+    """Write this rank's part of `state` into the partial folder, and complete it. A collective.
+
+    Returns the bytes that this rank has written. If it fails, every rank raises the error, and the folder is deleted.
+    """
+    rank = dist.get_rank(group)
+    # Without `per_thread_copy_ahead=0` torch makes a stream on GPU 0, even for tensors on the CPU.
+    writer = Writer(path, per_thread_copy_ahead=0)
+    # Replicas have the same pieces: the first replica writes them. By default DCP spreads them over all replicas.
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, flatten_sharded_tensors=False)
+    try:
+        try:
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:  # the same on all ranks
+            reasons = "; ".join(f"rank {other}: {reason!r}" for other, (reason, _) in error.failures.items())
+            raise RuntimeError(f"no checkpoint {path.stem} ({reasons}). Earlier checkpoints are unchanged") from None
+        files = list(path.glob(f"__{rank}_*"))  # DCP's names for this rank's files
+        if rank == 0:
+            files.append(path / METADATA)
+        nbytes = sum(file.stat().st_size for file in files)
+        sums = {}
+        for of_rank in on_all_ranks(lambda: {file.name: sha256(file) for file in files}, group):
+            sums |= of_rank
+        all_succeed(lambda: complete_folder(path, sums, keep) if rank == 0 else None, group)
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return nbytes
+
+
+def complete_folder(path, sums, keep):
+    """Rank 0 only: all files are on disk, and the folder gets its name. Deletes checkpoints that are not kept."""
+    with open(path / SUMS, "w") as stream:
+        for name, digest in sorted(sums.items()):
+            stream.write(f"{digest}  {name}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(path)
+    Folder(path, check=False)  # raises if it cannot be read
+    path.rename(path.with_suffix(""))
+    sync_folder(path.parent)
+    delete_old(path.parent, keep)
+
+
+def delete_old(folder, keep):
+    for old in complete(folder)[: -keep if keep else 0]:
+        with contextlib.suppress(OSError):  # it stays, and the next save tries again
+            # Renamed first, because a crash amid the deletion would leave half of a checkpoint.
+            shutil.rmtree(old.rename(old.with_suffix(".partial")))
+
+
+def sync_folder(folder):
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
