@@ -21,7 +21,6 @@ from zerolab.teach import exercise
 from zerolab.teach.check import report as check
 from zerolab.teach.check import steps as check_steps
 from zerolab.teach.exercise import EXERCISES, ROOT, generate
-from zerolab.teach.museum.exhibits import EXHIBITS
 
 # What a student may write, in words of their own, and slips made in these.
 DATA = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text())
@@ -212,12 +211,6 @@ def slip(name: str, method: str, right: str, wrong: str) -> str:
 for name, each in DATA.items():
     for method, right, wrong, *said in each["slips"]:
         mistake(name, [number_of(name, method)], method, partial(slip, name, method, right, wrong), *said)
-for number, exhibit in EXHIBITS.items():  # the museum's, of functions that a student may have to write
-    for change in exhibit.changes:
-        places = [blank.where for blank in EXERCISES[exhibit.stage].blanks]
-        if change.where in places:
-            file = partial(getattr, exhibit, "text")
-            mistake(exhibit.stage, [places.index(change.where)], f"bug {number}", file)
 for name, each in TASKS.items():
     for right, wrong, said in each["wrong"]:
         body = each["solution"].replace(right, wrong)

@@ -1,155 +1,189 @@
-"""Every exhibit of the museum of bugs: stopped by the property it names, and with the symptom it tells of."""
+"""Every exhibit of the museum shows the symptom that it names, and the test that it names fails with it."""
 
-import ast
+import importlib
+import itertools
 import re
+import subprocess
 import sys
-from dataclasses import replace
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from pool import CaseFailed
+from torch import nn
 
-from zerolab.properties.property import Subject, chapter_of, examine, library, subject_class
-from zerolab.teach import exercise
-from zerolab.teach.museum import visit as bug
-from zerolab.teach.museum.exhibits import EXHIBITS, STAGES
+from zerolab.teach.museum import visit as museum
+from zerolab.teach.museum.exhibits import EXHIBITS, LABELS
+from zerolab.teach.museum.loop import visit
 
-# On the ranks.
-
-_right: dict[str, dict] = {}  # what the right engines show, for several exhibits train alike
-_passed: dict[str, list] = {}  # what properties find wrong with the right ones
-
-
-def visit(number: int) -> dict:
-    """What the visitor sees on this rank in the first steps."""
-    exhibit, rank = EXHIBITS[number], dist.get_rank()
-    # the fourth is the first that compares no notes on the order of collectives in any exhibit
-    exhibit = replace(exhibit, training={"steps": 4, **exhibit.training})
-    key = repr((exhibit.right, exhibit.options, exhibit.training))
-    if key not in _right:
-        _right[key] = bug.visit(exhibit, exhibit.right, rank)
-    return {"right": _right[key], "wrong": bug.visit(exhibit, exhibit.wrong, rank)}
+ROOT = Path(__file__).resolve().parent.parent
+ALL = list(EXHIBITS)
+QUICK = [1, 5, 11, 16, 20, 22]  # one of each kind: values, bytes, a peak, units, a missing part, a loop
+HANGING = [number for number in ALL if "timeout" in EXHIBITS[number].differs]
 
 
-def cases(number: int, name: str) -> list[dict]:
-    """What the property `name` asks of an exhibit: as it asks a chapter, or its first case."""
+def long(numbers, but=()):
+    return [number if number in but else pytest.param(number, marks=pytest.mark.long) for number in numbers]
+
+
+# The symptom.
+
+of_correct = {}  # on a rank: what was seen of a correct stage, which several exhibits share
+
+
+def visits(number):
+    """On a rank: what is seen of the correct stage and of the wrong one."""
     exhibit = EXHIBITS[number]
-    asked = [case for case in library()[name].cases if not case.thorough]
-    of_chapter = [case.arguments for case in asked if case.engine == chapter_of(exhibit.stage)]
-    of_stage = [case.arguments for case in asked if case.engine == exhibit.stage]
-    return of_stage[:1] if exhibit.of_engine or not of_chapter else of_chapter
+    functions = exhibit.make_model, exhibit.make_optimizer
+    settings = exhibit.steps, exhibit.micro_batches, exhibit.max_norm, exhibit.resume_at
+    key = exhibit.correct, *functions, *settings
+    if key not in of_correct:
+        of_correct[key] = visit(exhibit, exhibit.correct, dist.get_rank())
+    return of_correct[key], visit(exhibit, exhibit.build, dist.get_rank())
 
 
-def findings(number: int, name: str, which: int) -> dict[str, list]:
-    """What the property `name`, with one of its cases, finds wrong with an exhibit's stages on this rank."""
-    exhibit, case = EXHIBITS[number], cases(number, name)[which]
-    more = {what: getattr(exhibit.wrong, what) for what in ("save", "load", "scaler") if hasattr(exhibit.wrong, what)}
-    key = repr((exhibit.right, exhibit.options, name, case))
-    if key not in _passed:
-        _passed[key] = examine(name, subject_of(exhibit, exhibit.right), case)
-    own = None
-    if "timeout" in exhibit.differs:
-        own = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
-    try:
-        wrong = examine(name, subject_of(exhibit, exhibit.wrong, own, more), case)
-    except Exception as error:
-        if exhibit.differs.isdisjoint(("error", "timeout")):
-            raise  # it may be a slip of the exhibit's own, which would look as if it were caught
-        wrong = [str(error)]
-    return {"right": _passed[key], "wrong": wrong}
+@pytest.mark.parametrize("number", long([each for each in ALL if each not in HANGING], but=QUICK))
+def test_the_symptom_is_what_differs_from_the_correct_stage(ranks, number):
+    """Exactly the named lines of the report differ."""
+    correct, wrong = zip(*ranks(2).run(visits, number=number))
+    assert all(each["counted"] for each in correct), correct
+    assert museum.differences(correct, wrong) == EXHIBITS[number].differs, museum.report(correct, wrong)
+    errors = " ".join(each["error"] or "" for each in wrong)
+    for slip in ("AttributeError", "NameError", "ImportError", "TypeError"):
+        assert slip not in errors, "a slip in the exhibit, and not its mistake"
 
 
-def subject_of(exhibit, stage: type, own=None, more=None) -> Subject:
-    """A stage of an exhibit, as a property asks for it; with `own` as the group of all ranks."""
-    cls = stage if exhibit.of_engine else subject_class(stage)
-
-    def build(model, optimizer_cls, group=None, **options):
-        return cls(model, optimizer_cls, group=own if group is None else group, **{**exhibit.options, **options})
-
-    return Subject(stage.__name__, build, like=exhibit.stage, chapter=not exhibit.of_engine, more=more or {})
-
-
-# What they find.
-
-NAMED = [(number, name) for number, exhibit in EXHIBITS.items() for name in exhibit.caught_by]
+@pytest.mark.long
+@pytest.mark.parametrize("number", HANGING)
+def test_an_exhibit_that_hangs_ends_by_itself(number):
+    """The command prints the error of each rank, and what the correct stage showed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "zerolab.teach.museum", str(number)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    for rank in range(2):
+        assert re.search(rf"rank {rank} stopped after [12] losses: RuntimeError", run.stdout), run.stdout
+    assert "imed out" in run.stdout and "Traceback" not in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("number, name", NAMED, ids=str)
-def test_the_property_stops_it(ranks, number, name):
-    """On some rank there is a finding, and none of the right stage."""
-    size = 4 if name == "what_is_shared_out_is_no_more_than_twice_there" else 2  # twice, on two ranks, is each once
-    for which in range(len(cases(number, name))):
-        answers = ranks(size).run(findings, number=number, name=name, which=which)
-        assert not any(answer["right"] for answer in answers), answers
-        if any(answer["wrong"] for answer in answers):
+# The test that catches it.
+
+
+def place_of(number):
+    """(module, function) of the named test. None if no test exists yet, or if the suite is not there."""
+    path, _, name = EXHIBITS[number].caught_by.partition("::")
+    if not name or not (ROOT / "tests/conformance").exists():
+        return None
+    return path.removeprefix("tests/").removesuffix(".py").replace("/", "."), name
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_the_test_that_it_names_exists(number):
+    caught_by = EXHIBITS[number].caught_by
+    if caught_by.startswith("no test yet: "):
+        return
+    path, name = caught_by.split("::")
+    if not (ROOT / "tests/conformance").exists():
+        pytest.skip("the conformance suite is not here yet")
+    assert f"\ndef {name}(" in (ROOT / path).read_text()
+
+
+def ask(number, build, module, name, arguments):
+    """On a rank: the body of a conformance test, of the stage that `exhibit.build` or `exhibit.correct` builds."""
+    from conformance.subjects import Subject
+
+    exhibit = EXHIBITS[number]
+    model = nn.Linear(2, 2)
+    stage = type(getattr(exhibit, build)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu")))
+    like = next(base.__name__.lower() for base in stage.__mro__ if base.__module__ in ("zero1", "zero2", "zero3"))
+    subject = Subject(stage.__name__, stage, like, chapter="Engine" not in stage.__name__)
+    getattr(importlib.import_module(module), name)(engine=subject, **arguments)
+
+
+def cases(test):
+    """(the largest usual number of ranks, the values of each `parametrize`) of a conformance test."""
+    marks = {mark.name: mark for mark in test.pytestmark if mark.name == "ranks"}
+    size = max(marks["ranks"].args) if "ranks" in marks else 2
+    names, values = [], []
+    for mark in test.pytestmark:
+        if mark.name == "parametrize":
+            names.append(mark.args[0])
+            values.append([each for each in mark.args[1] if isinstance(each, (str, int, float))])
+    return size, [dict(zip(names, chosen)) for chosen in itertools.product(*values)]
+
+
+# Its mistake is in the scaler, which the conformance test imports itself.
+STAGES = [number for number in ALL if place_of(number) and number != 26]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", STAGES)
+def test_the_test_that_it_names_fails_with_it(ranks, number):
+    """One of the test's cases, which passes with the correct stage."""
+    module, name = place_of(number)
+    size, arguments = cases(getattr(importlib.import_module(module), name))
+    for each in arguments:
+        try:
+            ranks(size).run(ask, number=number, build="build", module=module, name=name, arguments=each)
+        except CaseFailed as failed:
+            assert not re.search(r"^(AttributeError|NameError|ImportError|TypeError)", str(failed), re.MULTILINE)
+            ranks(size).run(ask, number=number, build="correct", module=module, name=name, arguments=each)
             return
-    pytest.fail(f"{name} finds nothing wrong with exhibit {number}")
+    pytest.fail(f"{EXHIBITS[number].caught_by} passes")
 
 
-@pytest.mark.parametrize("number", [n for n, exhibit in EXHIBITS.items() if "timeout" not in exhibit.differs])
-def test_the_symptom_is_the_one_told(ranks, number):
-    """What differs from the right engine's report, and what does not."""
-    found = ranks(2).run(visit, number=number)
-    right, wrong = [each["right"] for each in found], [each["wrong"] for each in found]
-    assert bug.differences(right, wrong) == EXHIBITS[number].differs, bug.report(right, wrong)
-    # An error is the mistake's, and no slip of the exhibit's own code.
-    slips = ("AttributeError", "NameError", "ImportError", "TypeError")
-    errors = str([each["error"] for each in wrong])
-    assert not any(slip in errors for slip in slips), errors
-    assert all(each["counted"] for each in right)
+# What is printed.
 
 
-def test_the_catalogue_gives_nothing_away(capsys):
-    """A session on a chapter can name its bugs: they stand in order, and in front of those of what only engines do."""
-    assert bug.main([]) == 0
-    shown = capsys.readouterr().out
-    places = []
-    for number, exhibit in sorted(EXHIBITS.items(), key=lambda item: (item[1].of_engine, item[0])):
-        places.append(shown.index(f"{number:>3}  {exhibit.stage}  {exhibit.title}\n"))
-        assert exhibit.diagnosis not in shown and exhibit.clue not in shown
-        assert exhibit.of_engine or exhibit.read.startswith("zero")
+def test_the_numbers_have_no_gap_and_follow_the_chapters():
+    assert list(range(1, len(ALL) + 1)) == ALL
     stages = [exhibit.stage for exhibit in EXHIBITS.values()]
-    assert places == sorted(places) and stages == sorted(stages) and set(stages) == set(STAGES)
+    assert list(dict.fromkeys(stages)) == ["zero1", "zero2", "zero3", "engines"]
+    order = ["zero1", "zero2", "zero3", "engines"]
+    assert stages == sorted(stages, key=order.index)
 
 
-@pytest.mark.parametrize("number", EXHIBITS)
-def test_the_hint_says_where_to_look_and_the_answer_tells_all(capsys, number):
-    exhibit, shown = EXHIBITS[number], {}
-    for asked in ("--clue", "--hint", "--answer"):
-        assert bug.main([str(number), asked]) == 0
-        shown[asked] = " ".join(capsys.readouterr().out.split())  # without the line breaks
-        assert exhibit.symptom in shown[asked]
-    for text in (exhibit.diagnosis, " ".join(exhibit.written.split())):
-        assert text in shown["--answer"] and text not in shown["--hint"] + shown["--clue"]
-    assert exhibit.clue in shown["--clue"] and exhibit.read.partition(":")[0] not in shown["--clue"]
-    assert exhibit.read.split(",")[0] in shown["--hint"] and f"bug {number} --answer" in shown["--hint"]
-    assert all(text in shown["--answer"] for text in (exhibit.title, exhibit.read, *exhibit.caught_by))
+def test_the_list_gives_nothing_away(capsys):
+    assert museum.main([]) == 0
+    shown = capsys.readouterr().out
+    for number, exhibit in EXHIBITS.items():
+        assert f"{number:>4}  {exhibit.title}\n" in shown
+        assert not any(text in shown for text in exhibit.text.values())
 
 
-@pytest.mark.parametrize("number", EXHIBITS)
-def test_what_is_to_be_read_is_there(number):
-    """Each part between two `;`: a file (or the one before), functions or classes in it, and behind ":" their code."""
-    file, quoted = None, r"`([^`]+)`"
-    read = EXHIBITS[number].read
-    prose = re.sub(rf"{quoted}|[\w/]+\.py", "", read)
-    assert not re.search(r"_|=|\w\.\w|\w\(|\(\)", prose), f"code without backticks: {prose}"
-    for clause in read.split(";"):
-        named = re.findall(r"[\w/]+\.py", clause)
-        file = exercise.ROOT / (named[0] if named else file)
-        places, _, code = clause.partition(":")
-        tree, text = ast.parse(file.read_text()), file.read_text()
-        found = [exercise.find(tree, place) for place in re.findall(quoted, places)]
-        assert found, clause
-        inside = "\n".join(ast.get_source_segment(text, node) for node in found)
-        for each in re.findall(quoted, code):
-            assert each in inside, f"{each} is not in {places} any more"
+@pytest.mark.parametrize("number", ALL)
+def test_each_option_says_more_than_the_one_before(capsys, number):
+    exhibit = EXHIBITS[number]
+    assert list(exhibit.text) == LABELS
+    shown = {}
+    for asked in ("clue", "hint", "answer"):
+        assert museum.main([str(number), f"--{asked}"]) == 0
+        shown[asked] = " ".join(capsys.readouterr().out.split())  # without line breaks
+        assert exhibit.text["Symptom"] in shown[asked]
+    assert exhibit.text["Clue"] in shown["clue"] and exhibit.text["Hint"] not in shown["clue"]
+    assert exhibit.text["Hint"] in shown["hint"] and exhibit.text["Answer"] not in shown["hint"]
+    for label in ("Answer", "Unnoticed", "Read"):
+        assert exhibit.text[label] in shown["answer"]
+    assert exhibit.caught_by in shown["answer"] and " ".join(exhibit.code.split()) in shown["answer"]
 
 
-def test_a_visit_to_one_that_hangs(capsys, monkeypatch, quick_python):
-    """On ranks of its own, as `./launch.sh bug 9` runs it."""
-    monkeypatch.setattr(sys, "executable", quick_python)
-    assert bug.show(EXHIBITS[9]) == 0
-    shown = capsys.readouterr()
-    assert "Timed out waiting" in shown.out
-    assert "--answer" in shown.out and "Warning" not in shown.out + shown.err
-    assert EXHIBITS[9].diagnosis not in shown.out
+@pytest.mark.parametrize("number", ALL)
+def test_what_is_to_be_read_exists(number):
+    """Each name in backticks, in the hint and in the last paragraph, is in one of the files that are named there."""
+    exhibit = EXHIBITS[number]
+    for label in ("Hint", "Read"):
+        files = re.findall(r"[\w/]+\.py", exhibit.text[label])
+        found = exhibit.code if "this exhibit" in exhibit.text[label] else ""
+        for file in files:
+            path = ROOT / file if (ROOT / file).exists() else next(ROOT.glob(f"zerolab/**/{file}"))
+            found += path.read_text()
+        for name in re.findall(r"`([^`]+)`", exhibit.text[label]):
+            last = name.removesuffix("()").rpartition(".")[2] if re.fullmatch(r"[\w.]+(\(\))?", name) else name
+            assert last in found or name in found, f"{name} is not in {files}"
+
+
+def test_a_number_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        museum.main(["99"])
+    assert leaving.value.code == 2 and "no bug 99" in capsys.readouterr().err

@@ -20,7 +20,6 @@ from zerolab.measure import memory
 from zerolab.properties import fixtures
 from zerolab.run import engines
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
-from zerolab.teach.museum import exhibits
 
 CONFIG = GPTConfig(2, 16, 2, 32, 8)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -136,14 +135,6 @@ def chapter_trains(stage: str) -> list[str]:
                 loss_of(chapter, 9)
     torch.cuda.synchronize()
     return findings.found()
-
-
-def exhibit_trains(title: str) -> list[str]:
-    shown = next(each for each in exhibits.EXHIBITS.values() if each.title == title)
-    try:
-        return train(shown.wrong, shown.stage, {"offload": True}, one_folder())
-    finally:
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager

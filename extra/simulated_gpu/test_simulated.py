@@ -274,13 +274,3 @@ def test_who_loads_waits_for_copies(on_gpus, name, what):
     module, old, new, stage, _ = LOADING_LINES[name]
     (found,) = on_gpus(1).run(cases.loads_without, module=module, old=old, new=new, stage=stage, what=what)
     assert named(found), found
-
-
-@finds
-@several
-def test_the_museums_exhibit_that_is_right_on_every_cpu_is_found(pool):
-    for found in pool.run(cases.exhibit_trains, title="Right on every CPU"):
-        race = found[0]
-        assert race.startswith("race") and "what had this memory before on the default stream" in race, found
-        assert "memcpy on stream" in race and "bytes" in race, found
-        print(race)

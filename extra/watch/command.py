@@ -1,7 +1,7 @@
 """Record a training step of real ranks, and write a page in which one can watch it.
 
 ./launch.sh watch zero3 2        ZeRO-3 on two ranks, and all other engines to compare it with: watch-zero3.html
-./launch.sh watch --bug 19       a bug from the museum beside the right engine: watch-bug19.html
+./launch.sh watch --bug 16       a bug from the museum beside the right engine: watch-bug16.html
 """
 
 import argparse

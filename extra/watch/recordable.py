@@ -2,19 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from zerolab.run import engines
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import Rank
 from zerolab.teach.museum.exhibits import EXHIBITS
-from zerolab.teach.museum.loop import SHAPE, TIMEOUT, Loop, Training
+from zerolab.teach.museum.loop import BATCH, SHAPE, Loop
 
 TITLES = {name: engines.ENGINES[name].title for name in engines.named("watch")}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
@@ -66,30 +64,27 @@ def of_engine(name: str, options) -> Recordable:
 
 
 def of_exhibit(number: int) -> list[Recordable]:
-    """The right engine, and bug `number` of the museum. Raises ValueError for one that no step shows."""
+    """The correct stage, and bug `number` of the museum. Raises ValueError for one that no step shows."""
     exhibit = EXHIBITS[number]
-    training = Training(**exhibit.training)
-    if training.reload_at is not None or training.resume_at is not None:
-        raise ValueError(
-            f"bug {number} shows when weights or a checkpoint are loaded, not in a step: ./launch.sh bug {number}"
-        )
-    stage = exhibit.right.__name__.replace("ZeRO", "ZeRO-")
-    note = f"{exhibit.title}; {exhibit.symptom}."
+    if exhibit.resume_at is not None:
+        raise ValueError(f"bug {number} shows when a checkpoint is loaded, not in a step: ./launch.sh bug {number}")
+    note = f"{exhibit.title}; {exhibit.text['Symptom']}"
     if exhibit.differs <= NUMBERS:
         note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
-    words = f"a GPT of {SHAPE.layers} layers, 2 x {SHAPE.seq} tokens per rank; {training}"
+    about = {"model": f"a GPT of {SHAPE.layers} layers, {BATCH} x {SHAPE.seq} tokens per rank"}
     shown = {"warm_up": WARM_UP}
     if exhibit.differs & {"timeout", "error"}:  # it stops in its first step
         shown = {"warm_up": 0, "once": True}
-    elif training.overflow_at is not None:
-        shown = {"warm_up": training.overflow_at, "once": True}
+    elif "scales" in exhibit.differs:  # a gradient overflows in one step only
+        shown = {"warm_up": 3, "once": True}
+
+    def correct(me: Rank, steps: int) -> Loop:
+        return Loop(exhibit, exhibit.correct, me.rank, steps)
 
     def wrong(me: Rank, steps: int) -> Loop:
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))  # a collective may hang in it, for a few seconds
-        return Loop(exhibit, exhibit.wrong, me.rank, group, steps)
+        return Loop(exhibit, exhibit.build, me.rank, steps)
 
     return [
-        Recordable("right", f"{stage}, the right one", {"model": words},
-            lambda me, steps: Loop(exhibit, exhibit.right, me.rank, steps=steps), **shown),
-        Recordable(f"bug{number}", f"{stage} with bug {number}", {"model": words, "note": note}, wrong, **shown),
-    ]  # fmt: skip
+        Recordable("right", "the correct stage", about, correct, **shown),
+        Recordable(f"bug{number}", f"bug {number}", about | {"note": note}, wrong, **shown),
+    ]

@@ -198,7 +198,7 @@ REFUSED = {  # what is typed behind ./launch.sh watch: what is said
     "zero3 1": "N must be 2 to 16 ranks, got '1'",
     "zero3 2 --engines ddp,zero9": "no engine 'zero9'",
     "--bug 99": "no bug '99'",
-    "--bug 30": "not in a step: ./launch.sh bug 30",
+    "--bug 25": "not in a step: ./launch.sh bug 25",
     "zero3 --bug 19": "leave out the other one",
     "--seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
     "--out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
@@ -240,12 +240,12 @@ def test_its_own_page_names_files_and_commands_that_are_there():
 def test_only_what_was_asked_for_is_recorded():
     assert arguments(["--engines", "zero1"]).names == ["zero1"] and arguments(["--engines", "ddp,zero1"]).opens == "ddp"
     assert arguments(["zero2", "--engines", "ddp"]).names == ["zero2", "ddp"] and arguments([]).opens == "zero3"
-    notes = {number: of_exhibit(number)[1].about["note"] for number in (3, 19, 21)}  # 3 changes numbers alone
+    notes = {number: of_exhibit(number)[1].about["note"] for number in (2, 4, 16)}  # 2 changes only numbers
     assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
 
 
-# How many ranks update in the recorded step: right ranks skip an overflow together, with bug 32 one alone does not.
-UPDATED = {19: [2, 2], 31: [2, 0], 32: [0, 1]}
+# How many ranks update in the recorded step: right ranks skip an overflow together, with bug 26 one does not.
+UPDATED = {4: [2, 2], 21: [2, 0], 26: [0, 1]}
 
 
 @pytest.mark.parametrize("number", UPDATED)
@@ -255,7 +255,7 @@ def test_a_bug_is_recorded_beside_the_right_engine(ranks, number):
     assert [sum(seen["updated"] is not None for seen in each) for each in (right, wrong)] == UPDATED[number]
     for mine, theirs in zip(right, wrong):
         assert len(mine["collectives"]) != len(theirs["collectives"])
-        assert mine["error"] is None and bool(theirs["error"]) == (number == 31)
+        assert mine["error"] is None and bool(theirs["error"]) == (number == 21)
     for seen in (right, wrong):
         events = merge([*seen], "run", "title", {})["events"]
         assert {rank for _, rank, what, *_ in events if what in ("over", "error")} == {0, 1}

@@ -200,7 +200,7 @@ def conformance_differs() -> str:
 
 def exhibits_of(which: str) -> str:
     """The museum's numbers for a chapter, or for "engines"."""
-    numbers = [n for n, each in EXHIBITS.items() if which == ("engines" if each.of_engine else each.stage)]
+    numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == which]
     return ", ".join(map(str, numbers))
 
 

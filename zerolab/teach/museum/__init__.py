@@ -1,4 +1,6 @@
-"""The museum of bugs: `exhibits` are engines that are wrong in one place, `visit` runs one beside the right engine.
+"""The museum of bugs: stages with one mistake each, as a student would write them. `./launch.sh bug` lists them.
 
-`./launch.sh bug` lists them. Nothing here may be imported from below this room.
+exhibits/   one file per mistake: what a visitor sees, hints, the answer, and the wrong code
+loop.py     the training loop in which a mistake shows, and what is measured there
+visit.py    the command: a wrong stage trains next to the correct one
 """

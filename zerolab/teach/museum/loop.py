@@ -1,163 +1,185 @@
-"""What an exhibit trains: model, data and training step. A visit measures it, and `./launch.sh watch` records it."""
+"""The training loop of the museum: a small GPT, and what can be seen of each step from outside."""
 
+import contextlib
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+import gc
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerolab.engine.gradients import GradScaler
+from zerolab.measure.memory_parts import GATHERED, PartsLedger
+from zerolab.measure.timeline import Timeline
+from zerolab.measure.watched_step import watched_step
 from zerolab.run.data import Batches, load_text
-from zerolab.run.model import GPT, GPTConfig, initialize, next_token_loss
-from zerolab.teach import written
-from zerolab.teach.museum.exhibits import Exhibit
+from zerolab.run.model import GPT, GPTConfig, next_token_loss
 
-TIMEOUT = 4  # seconds that a collective of the wrong engine may hang; the visitor waits for it
-# An odd width, so that no parameter but the embeddings is a multiple of the ranks and there is padding; short
-# sequences, so that live bytes are parameters and gradients rather than activations.
-SHAPE = GPTConfig(layers=6, width=63, heads=3, seq=8)
-OPTIMIZERS = {
-    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
-    "SGD": partial(torch.optim.SGD, lr=0.05),
-}
+# Large enough for several of the chapters' default buckets, of 1 MiB. With an odd width there is padding, and with
+# short sequences memory is parameters and gradients rather than activations.
+SHAPE = GPTConfig(layers=6, width=129, heads=3, seq=8)
+BATCH = 2  # sequences per rank
 
 
-class Tempered(GPT):
-    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere.
-
-    `around` puts each block into a larger one, with a layer more.
-    """
-
-    def __init__(self, config: GPTConfig, seed: int = 0, around: type | None = None):
-        super().__init__(config, seed)
-        if around is not None:
-            self.blocks = nn.ModuleList(around(block, config.width) for block in self.blocks)
-        for name, param in self.named_parameters():
-            initialize(name, param.data, seed)
-        self.temperature = nn.Parameter(torch.ones(1))
-
-    def forward(self, tokens):
-        return super().forward(tokens) / self.temperature
+def make_model(seed):
+    return GPT(SHAPE, seed)
 
 
-class Balanced(nn.Module):
-    """A block that keeps a loss beside its output, as the router of a mixture of experts does."""
-
-    def __init__(self, block: nn.Module, width: int):
-        super().__init__()
-        self.block, self.router = block, nn.Linear(width, 4)
-
-    def forward(self, x):
-        x = self.block(x)
-        self.loss = torch.softmax(self.router(x), -1).mean((0, 1)).square().sum()  # least where all are used alike
-        return x
+def adamw(params):
+    return torch.optim.AdamW(params, lr=3e-3, fused=True)  # `fused` makes no temporary tensors, which hide others
 
 
-class Written(nn.Module):
-    """A block whose last layer returns a view, which the next block writes to, as `nn.ReLU(inplace=True)` would."""
-
-    def __init__(self, block: nn.Module, width: int):
-        super().__init__()
-        self.block, self.last = block, nn.Linear(width, width)
-
-    def forward(self, x):
-        x += 0.01  # in place, on a view
-        return self.last(self.block(x))
-
-
-# What is around each block; and in exhibits.toml {a field of `Training`: how a visitor hears of it}.
-AROUND = {"with a loss that each block keeps": Balanced, "on a model that writes to what its blocks return": Written}
-TOLD = written.beside(__file__, "exhibits")["told"]
-
-
-@dataclass(frozen=True)
-class Training:
-    """The loop around an engine: steps, backwards per step, clipping, what is frozen, a checkpoint on the way."""
-
-    optimizer: str = "AdamW"
-    steps: int = 5
-    micro_batches: int = 1
-    max_norm: float | None = None
-    reload_at: int | None = None  # before that step (from 0) a new engine takes the old one's weights
-    resume_at: int | None = None  # before that step the run stops, and goes on from a checkpoint
-    frozen: str | None = None  # parameters with this in their name
-    model: str | None = None  # one of AROUND
-    overflow_at: int | None = None  # in that step a gradient of rank 1 is inf; a loss scaler is there for it
-
-    def __str__(self):
-        """All but the number of steps."""
-        said = [self.optimizer]
-        for name, words in TOLD.items():
-            value = getattr(self, name)
-            if value not in (None, 1):
-                said.append(words.format(value))
-        return ", ".join(said)
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.05, fused=True)
 
 
 @functools.cache
-def _text():
+def text():
     return load_text(None, SHAPE.seq)
 
 
 class Loop:
-    """What this rank does of an exhibit: `engine = loop.build()`, then `loop.step(engine, number)` for each step.
+    """What one rank does of an exhibit. `build_stage` is `exhibit.build`, or `exhibit.correct`.
 
-    `engine_cls` is the exhibit's right engine or its wrong one. `group` is the ranks' group, in which something may
-    hang. `steps` is for how many there is data, by default as many as the exhibit's training has.
+    engine = loop.build()
+    for number in range(exhibit.steps):
+        loop.step(engine, number)
     """
 
-    def __init__(self, exhibit: Exhibit, engine_cls: type, rank: int, group=None, steps: int | None = None):
-        self.training = training = Training(**exhibit.training)
-        small = {} if exhibit.stage == "zero3" else {"bucket_mb": 0.0625}  # some buckets for each block
-        self.rank, self._engine_cls, self._options = rank, engine_cls, {**small, **exhibit.options, "group": group}
-        draw, count = Batches(_text(), 2, SHAPE.seq, 0), (steps or training.steps) * training.micro_batches
-        self._batches = [draw(number, rank) for number in range(count)]  # before anything is counted
-        self._overflow, self._scaler = 1.0, None  # what one gradient is multiplied with
-        if training.overflow_at is not None:
-            self._scaler = getattr(engine_cls, "scaler", GradScaler)("cpu", init_scale=1024.0)
+    def __init__(self, exhibit, build_stage, rank, steps=None):
+        self.exhibit = exhibit
+        self.build_stage = build_stage
+        self.rank = rank
+        draw = Batches(text(), BATCH, SHAPE.seq, seed=0)
+        count = (steps or exhibit.steps) * exhibit.micro_batches
+        self.batches = [draw(number, rank) for number in range(count)]  # each rank has its own
+        self.losses = []
+        self.norms = []
+        self.scales = []
 
-    def build(self, seed: int = 0):
-        """The engine over a new model. Every rank starts from other weights: an engine takes rank 0's."""
-        training = self.training
-        model = Tempered(SHAPE, seed + self.rank, AROUND.get(training.model))
-        if training.overflow_at is not None:
-            model.temperature.register_hook(lambda gradient: gradient * self._overflow)
-        for name, param in model.named_parameters():
-            param.requires_grad_(training.frozen is None or training.frozen not in name)
-        return self._engine_cls(model, OPTIMIZERS[training.optimizer](model.parameters()), **self._options)
+    def build(self, seed=0):
+        """The engine around a new model. Each rank has its own seed: a stage starts all ranks with rank 0's weights."""
+        model = self.exhibit.make_model(seed + self.rank)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return self.build_stage(model, self.exhibit.make_optimizer(trained), torch.device("cpu"))
 
-    def step(self, engine, number: int) -> None:
-        """Train once; steps are numbered from 0."""
-        for _ in self.moments(engine, number):
-            pass
-
-    def moments(self, engine, number: int) -> Iterator[tuple[str, float | None]]:
-        """Train once, and stop wherever there is something to measure or to tell: (what it is, its number).
-
-        "backward" of each micro-batch has just ended, and has no number; "norms", "losses", "scales" have one.
-        """
-        training, scaler, losses = self.training, self._scaler, []
-        self._overflow = float("inf") if number == training.overflow_at and self.rank == 1 else 1.0
-        first = number * training.micro_batches
-        for inputs, targets in self._batches[first : first + training.micro_batches]:
+    def step(self, engine, number, after_backward=None):
+        """Train once. An engine with a `scaler` is trained through it."""
+        scaler = getattr(engine, "scaler", None)
+        micro_batches = self.exhibit.micro_batches
+        losses = []
+        for inputs, targets in self.batches[number * micro_batches : (number + 1) * micro_batches]:
             with record_function("step 1 forward"):
-                loss = next_token_loss(engine(inputs), targets)
-                loss = loss + sum(module.loss for module in engine.model.modules() if isinstance(module, Balanced))
+                loss = next_token_loss(engine(inputs), targets) + extra_loss(engine.model)
             with record_function("step 2 backward"):
-                part = loss / training.micro_batches
-                (part if scaler is None else scaler.scale(part)).backward()
-            yield "backward", None
+                mean = loss / micro_batches
+                (mean if scaler is None else scaler.scale(mean)).backward()
             losses.append(loss.item())
-        if training.max_norm is not None:
-            yield "norms", engine.clip_grad_norm_(training.max_norm).item()
-        yield "losses", sum(losses) / len(losses)
+        if after_backward is not None:
+            after_backward()
+        self.losses.append(sum(losses) / micro_batches)
+        if self.exhibit.max_norm is not None:
+            self.norms.append(engine.clip_grad_norm_(self.exhibit.max_norm).item())
         if scaler is None:
             engine.step()
         else:
             scaler.step(engine)
             scaler.update()
-            yield "scales", scaler.get_scale()
+            self.scales.append(scaler.get_scale())
         engine.zero_grad()
+
+    def resume(self, engine):
+        """Save the engine, and load it into a new one with other weights. Returns the new one."""
+        with shared_folder() as folder:
+            engine.save(folder)
+            dist.barrier()
+            engine = self.build(seed=100)
+            engine.load(folder)
+        gc.collect()  # torch.distributed.checkpoint leaves tensors in cycles
+        return engine
+
+
+def extra_loss(model):
+    """The sum of the losses that modules keep in an attribute, as the router of a mixture of experts does."""
+    return sum(module.extra_loss for module in model.modules() if hasattr(module, "extra_loss"))
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A new folder, the same one on all ranks. A collective, also at its end."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    yield Path(path[0])
+    dist.barrier()  # nobody reads it any more
+    if dist.get_rank() == 0:
+        shutil.rmtree(path[0])
+
+
+# What a visitor sees.
+
+
+def visit(exhibit, build, rank):
+    """Train on this rank. Returns what can be seen from outside; an exception is a part of it.
+
+    {"losses", "norms", "scales": one number per step, "counted": {line of the report: number} or None, "error"}
+    """
+    loop = Loop(exhibit, build, rank)
+    counted = error = None
+    try:
+        counted = train(loop)
+    except Exception as raised:
+        error = f"stopped after {len(loop.losses)} losses: {type(raised).__name__}: {raised}"
+    gc.collect()
+    return {"losses": loop.losses, "norms": loop.norms, "scales": loop.scales, "counted": counted, "error": error}
+
+
+def train(loop):
+    """All steps. Returns what was counted in the last one."""
+    with PartsLedger() as memory:
+        engine = loop.build()
+        for number in range(loop.exhibit.steps - 1):
+            if number == loop.exhibit.resume_at:
+                engine = loop.resume(engine)
+            loop.step(engine, number)
+        in_backward = Counter()
+        with watched_step(engine, memory) as seen, Timeline() as timeline:
+            loop.step(engine, loop.exhibit.steps - 1, after_backward=lambda: in_backward.update(seen.count))
+        return count(seen, memory, timeline, in_backward)
+
+
+def count(seen, memory, timeline, in_backward):
+    """{line of the report: number} of one watched step. Lines of bytes are listed in `BYTES`."""
+    peaks = Counter()
+    gathered = 0
+    for moment in memory.moments():
+        peaks[moment.phase] = max(peaks[moment.phase], moment.live)
+        if moment.phase == "1 forward":
+            gathered = max(gathered, moment.parts[GATHERED])
+    return {
+        "parameters held": seen.held["parameters"],
+        "gradients held": seen.held["gradients"],
+        "optimizer held": seen.held["optimizer"],
+        "peak in forward": peaks["1 forward"],
+        "peak in backward": peaks["2 backward"],
+        "gathered at once in forward": gathered,
+        "sent": seen.sent_bytes,
+        "all-reduces": seen.count["all-reduce"],
+        "reduce-scatters": seen.count["reduce-scatter"],
+        "all-gathers": seen.count["all-gather"],
+        "reductions inside backward": in_backward["all-reduce"] + in_backward["reduce-scatter"],
+        "reductions hidden behind computation": sum(timeline.computed_meanwhile("all-reduce", "reduce-scatter")),
+    }
+
+
+BYTES = {
+    "parameters held",
+    "gradients held",
+    "optimizer held",
+    "peak in forward",
+    "peak in backward",
+    "gathered at once in forward",
+    "sent",
+}

@@ -1,0 +1,33 @@
+"""Safe is safe
+
+Symptom: All losses and all bytes are equal. No reduction is hidden behind computation.
+
+Clue: The only number that differs is about time. What is waited for, and when?
+
+Hint: `ZeRO2.send` in zero2.py, in step 3.
+
+Answer: Each reduce-scatter is waited for right after it was started. So backward waits while a bucket travels.
+The result is correct, and the peak is even a little lower, because only one bucket has whole gradients at a time.
+
+Unnoticed: On one machine with a fast network the waiting is short. On a slow network it is the time that ZeRO-2 should
+save.
+
+Read: zero2.py, `send`, and the timeline in the docstring at the top.
+"""
+
+from zero2 import ZeRO2
+
+STAGE = "zero2"
+DIFFERS = {"reductions hidden behind computation"}
+CAUGHT_BY = "no test yet: each reduction is still in flight when backward computes the next bucket"
+
+
+class WaitAtOnce(ZeRO2):
+    def send(self, bucket):
+        self.in_flight = self.make_reduction(bucket)
+        self.in_flight.start()
+        self.receive()
+
+
+def build(model, optimizer, device):
+    return WaitAtOnce(model, optimizer)

@@ -1,0 +1,66 @@
+"""First come, first served
+
+Symptom: The losses differ, but not from the second step on. The model has two branches, and the data decides which
+branch runs first.
+
+Clue: How does a rank's third reduce-scatter know which of the other ranks' collectives it belongs to?
+
+Hint: `ZeRO2.send_complete` in zero2.py, in step 3.
+
+Answer: Each bucket is sent as soon as its gradients are there. On two ranks with different data backward reaches the
+branches in different orders. A collective carries no name, so one rank's first branch is added to another rank's second
+branch.
+
+Unnoticed: Both branches have the same sizes, so no collective complains. Where all ranks take the branches in one
+order, which is so in most models and in many batches, everything is correct.
+
+Read: zero2.py, `send_complete`: `self.turn`.
+"""
+
+from torch import nn
+
+from zero2 import ZeRO2
+from zerolab.run.model import Block
+from zerolab.teach.museum import loop
+from zerolab.teach.museum.loop import SHAPE
+
+STAGE = "zero2"
+DIFFERS = {"losses"}
+CAUGHT_BY = "tests/conformance/test_traffic.py::test_zero2_sends_buckets_in_one_order_on_all_ranks"
+
+
+class Branches(nn.Module):
+    """Two blocks side by side. The data decides which one runs first, as in a mixture of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = Block(SHAPE)
+        self.other = Block(SHAPE)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.one(x) + self.other(x)
+        other = self.other(x)
+        return self.one(x) + other
+
+
+def make_model(seed):
+    model = loop.make_model(seed)
+    model.blocks[3] = Branches()
+    return model
+
+
+class AsTheyCome(ZeRO2):
+    def on_gradient(self, param):
+        bucket = self.bucket_of[param]
+        bucket.missing.remove(param)
+        if not bucket.missing:
+            self.send(bucket)
+
+
+def build(model, optimizer, device):
+    return AsTheyCome(model, optimizer, bucket_mb=0)  # a bucket per parameter
+
+
+def correct(model, optimizer, device):
+    return ZeRO2(model, optimizer, bucket_mb=0)

@@ -1,0 +1,55 @@
+"""Every rank has saved its part
+
+Symptom: The losses are equal until the run is resumed from a checkpoint, before the third step.
+
+Clue: How could a reader of the files tell one rank's shard from another rank's?
+
+Hint: `shards` in this exhibit, the names in the checkpoint.
+
+Answer: Every rank gives its shards to `torch.distributed.checkpoint` as plain tensors, under names that are the same on
+every rank. One name means one tensor, of which all ranks have a copy. So torch writes one of the copies, and every rank
+loads this one. The other shards are not in the files. A rank must say which part of which tensor it saves.
+
+Unnoticed: Saving succeeds, and loading succeeds. The loss after resuming is bad but finite, and a folder of files gives
+no hint that half of the model is missing.
+
+Read: zerolab/engine/checkpoint/rectangles.py, the docstring at the top.
+"""
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from zero3 import ZeRO3
+from zerolab.teach.museum.loop import sgd
+
+STAGE = "engines"
+DIFFERS = {"losses"}
+CAUGHT_BY = "no test yet: a resumed run continues as an uninterrupted one does"
+RESUME_AT = 2
+make_optimizer = sgd  # it keeps nothing between steps, so the shards are all that there is to save
+
+
+class Checkpointed(ZeRO3):
+    """ZeRO-3 that resumes on the same number of ranks. Each shard has the rank in its name."""
+
+    def shards(self):
+        return {f"{unit.name}, shard {dist.get_rank()}": unit.shard.detach() for unit in self.units}
+
+    def save(self, folder):
+        dcp.save(self.shards(), checkpoint_id=folder)
+
+    def load(self, folder):
+        dcp.load(self.shards(), checkpoint_id=folder)  # in place
+
+
+class OneNameForAll(Checkpointed):
+    def shards(self):
+        return {unit.name: unit.shard.detach() for unit in self.units}
+
+
+def build(model, optimizer, device):
+    return OneNameForAll(model, optimizer)
+
+
+def correct(model, optimizer, device):
+    return Checkpointed(model, optimizer)
