@@ -4,7 +4,9 @@ All that the page shows is computed from it, by `stateAt` in state.js.
 """
 
 from bisect import bisect_left
+from pathlib import Path
 
+from extra.watch.lines import CHAPTERS, idle_lines
 from extra.watch.weight_versions import versions_by_cell
 from zerolab.measure.memory_parts import PARTS
 from zerolab.measure.traffic import sent_bytes
@@ -27,11 +29,14 @@ events               [time, rank, what, subject, more]; `what` is
                        step      subject: "2 backward"
                        compute   subject: the unit, more: "forward" or "backward"
                        issue     subject: number of the collective
-                       end       subject: number of the collective
+                       end       subject: number of the collective, more: whether the rank was waiting for it
                        free      subject: the row, more: [column, bytes that were given back]
                        updated   the optimizer has written the new weights
                        over      the step is over
                        error     subject: what was raised
+lines                for each event an index into `ways`, or -1 where no chapter is at work
+ways                 [chapter, line] of each call that led to an event, the outermost first: 3 for zero3.py
+chapters, idle       {chapter: its source} of those that are at work, and [first, last] of the lines that no step runs
 Times are microseconds since the first rank began. Times before that are 0.
 """
 
@@ -45,10 +50,11 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
     def at(seconds: float) -> int:
         return max(0, round((seconds - origin) * 1e6))
 
-    events, changes, work, waits, looks, updates = [], [], [], [], [], []
+    came, changes, work, waits, looks, updates = [], [], [], [], [], []
     for seen in ranks:
-        events += _events(seen, at)
-    events.sort(key=lambda event: event[:2])
+        came += _events(seen, at)
+    came.sort(key=lambda pair: pair[0][:2])
+    events = [event for event, _ in came]
     times = [event[0] for event in events]
     for seen in ranks:
         changes += _changes(seen, at, times)
@@ -73,11 +79,14 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
         "versions": _versions(versions_by_cell(looks, updates)),
         "live": [_live(seen, at, times) for seen in ranks],
         "events": events,
+        **_code(ranks, [way for _, way in came]),
     }
 
 
 def _sent(seen: dict) -> int:
-    return round(sum(sent_bytes(kind, nbytes, len(group)) for kind, _, nbytes, *_, group, _ in seen["collectives"]))
+    return round(
+        sum(sent_bytes(kind, nbytes, len(group)) for kind, _, nbytes, _, _, _, group, *_ in seen["collectives"])
+    )
 
 
 def _work(seen: dict, at) -> list[list]:
@@ -111,25 +120,49 @@ def _collectives(ranks: list[dict], at) -> list[dict]:
     return found
 
 
-def _events(seen: dict, at) -> list[list]:
+def _events(seen: dict, at) -> list[tuple[list, list]]:
+    """(event, the calls that led to it)."""
     rank, events = seen["rank"], []
     end = 0.0
-    for name, begins, ends in seen["steps"]:
+    for name, begins, ends, way in seen["steps"]:
         if begins >= end:  # not inside another one
-            events.append([at(begins), rank, "step", name])
+            events.append(([at(begins), rank, "step", name], way))
             end = ends
-    events += [[at(begins), rank, "compute", unit, PHASES[step[:1]]] for begins, unit, step in seen["begun"]]
-    for index, (*_, begins, ends, _, _) in enumerate(seen["collectives"]):
-        events.append([at(begins), rank, "issue", index])
+    events += [
+        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], way) for begins, unit, step, way in seen["begun"]
+    ]
+    for index, (_, _, _, _, begins, ends, _, _, issued, ended) in enumerate(seen["collectives"]):
+        events.append(([at(begins), rank, "issue", index], issued))
         if not seen["error"] or ends < seen["ends"]:
-            events.append([at(ends), rank, "end", index])
-    for moment, row, column, _, _, freed, nbytes in seen["changes"]:
+            waited = any(which == index and start <= ends <= stop for start, stop, which in seen["waits"])
+            events.append(([at(ends), rank, "end", index, int(waited)], ended))
+    for moment, row, column, _, _, freed, nbytes, way in seen["changes"]:
         if freed and moment:
-            events.append([at(moment), rank, "free", row, [column, nbytes]])
+            events.append(([at(moment), rank, "free", row, [column, nbytes]], way))
     if seen["updated"] is not None:
-        events.append([at(seen["updated"]), rank, "updated"])
-    events.append([at(seen["ends"]), rank, *(("error", seen["error"]) if seen["error"] else ("over",))])
+        events.append(([at(seen["updated"]), rank, "updated"], seen["updated_at"]))
+    last = ("error", seen["error"]) if seen["error"] else ("over",)
+    events.append(([at(seen["ends"]), rank, *last], seen["raised_at"]))
     return events
+
+
+def _code(ranks: list[dict], came: list) -> dict:
+    """The lines of the chapters: of each event, and those that no step runs."""
+    ways, lines = {}, []
+    for way in came:
+        key = tuple(map(tuple, way))
+        lines.append(ways.setdefault(key, len(ways)) if key else -1)
+    ran = {tuple(place) for seen in ranks for place in seen["lines"]}
+    traced = bool(ran)
+    ran.update(place for way in ways for place in way)
+    sources = {number: Path(file).read_text(encoding="utf-8") for file, number in CHAPTERS.items()}
+    at_work = sorted({chapter for chapter, _ in ran})
+    idle = {}
+    for chapter in at_work:
+        here = {line for which, line in ran if which == chapter}
+        idle[str(chapter)] = idle_lines(sources[chapter], here) if traced else []
+    return {"lines": lines, "ways": [*ways], "chapters": {str(chapter): sources[chapter] for chapter in at_work},
+            "idle": idle}  # fmt: skip
 
 
 def _changes(seen: dict, at, times: list[int]) -> list[list]:
