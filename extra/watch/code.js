@@ -39,6 +39,7 @@ class Code {
     }
     this.has = this.tabs.childElementCount > 0;
     this.source.hidden = this.way.hidden = !this.has;
+    box.classList.toggle("none", !this.has);
   }
 
   build(chapter) {
@@ -54,8 +55,12 @@ class Code {
       element(row, "span", "times");
       element(row, "span", "number", String(line));
       const code = element(row, "code");
+      // Indented by padding: a browser would break a long line after its leading spaces.
       code.style.setProperty("--indent", Math.max(0, text.search(/\S/)));
-      for (const [kind, piece] of pieces) kind ? element(code, "span", kind, piece) : code.append(piece);
+      pieces.forEach(([kind, piece], j) => {
+        const shown = j ? piece : piece.trimStart();
+        kind ? element(code, "span", kind, shown) : code.append(shown);
+      });
       if (line <= folded) row.hidden = true;
       if (folds.has(line)) {
         const last = (folded = folds.get(line)), button = element(code, "button", "fold", `… ${last - line} more lines`);

@@ -685,7 +685,7 @@ def test_the_line_at_work_is_marked_at_every_event(browser, recordings):
                     assert (rows, file, calls) == ([way[-1][1]], f"zero{way[-1][0]}.py", len(way)), (name, rank, k)
                     assert inside and still != mine and f"line {way[-1][1]}" in here
                     source = recording["chapters"][str(way[-1][0])].splitlines()
-                    assert code == [source[way[-1][1] - 1]]
+                    assert code == [source[way[-1][1] - 1].strip()]
 
 
 def test_a_click_on_a_line_goes_to_its_next_event(browser, recordings):
