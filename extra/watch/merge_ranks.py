@@ -1,6 +1,6 @@
-"""The recording: what all ranks saw of one step, on one clock, as plain JSON. `FORMAT` says what is in it.
+"""One recording from those of all ranks, on one clock, as plain JSON. `FORMAT` describes it.
 
-All that the page shows is computed from it, by `stateAt` in state.js.
+The page computes everything that it shows from it.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ changes              [time, rank, row, column, layer, cells]: bytes from now on,
                      column 0 parameters, 1 gradients, 2 optimizer state; layer 0 is kept, 1 comes and goes.
                      Row -1 are bytes of state that belong to no row
 versions             [time, rank, row, layer, versions]: 0 the weights before the update, 1 after it, -1 neither
-live                 for each rank [time, part, bytes from now on, part, bytes ...]: what the memory ledger says
+live                 for each rank [time, part, bytes from now on, part, bytes ...]: from the memory ledger
 events               [time, rank, what, subject, more]; `what` is
                        step      subject: "2 backward"
                        compute   subject: the unit, more: "forward" or "backward"
@@ -44,7 +44,7 @@ PHASES = {"1": "forward", "2": "backward"}
 
 
 def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
-    """One recording, from what `record.record` returned on each rank."""
+    """One recording, from what `record_rank.record` returned on each rank."""
     origin = min(seen["begins"] for seen in ranks)
 
     def at(seconds: float) -> int:
@@ -99,7 +99,7 @@ def _waits(seen: dict, at) -> list[list]:
 
 
 def _looks(seen: dict, at) -> list[tuple]:
-    """The looks at the weights; JSON has made text of the cells' numbers."""
+    """The looks at the weights. JSON has made the cells' indexes strings."""
     found = []
     for moment, row, layer, cells in seen["versions"]:
         found.append((at(moment), row, layer, {int(cell): checksum for cell, checksum in cells.items()}))
@@ -107,7 +107,7 @@ def _looks(seen: dict, at) -> list[tuple]:
 
 
 def _collectives(ranks: list[dict], at) -> list[dict]:
-    """A collective carries no name: the k-th of one rank meets the k-th of every other."""
+    """A collective carries no name: the k-th one of this rank meets the k-th one of every other rank."""
     found = []
     for index in range(max(len(seen["collectives"]) for seen in ranks)):
         of = [seen["collectives"][index] if index < len(seen["collectives"]) else None for seen in ranks]
@@ -166,7 +166,7 @@ def _code(ranks: list[dict], came: list) -> dict:
 
 
 def _changes(seen: dict, at, times: list[int]) -> list[list]:
-    """Of the changes between two events, the last: nobody can stop between them."""
+    """The last of the changes between two events, because the page cannot stop between them."""
     last = {}
     for moment, row, column, layer, cells, *_ in seen["changes"]:
         moment, row = at(moment), -1 if row is None else row
@@ -184,7 +184,7 @@ def _short(cells: list[int]) -> int | list[int]:
 
 
 def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
-    """What the ledger says at every event, and at the highest moment between two of them."""
+    """What the ledger has at every event, and at the highest moment between two events."""
     slots: dict[int, list] = {}
     for moment, parts in seen["live"]:
         moment = at(moment)
@@ -210,7 +210,7 @@ def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
 
 
 def _joined(work: list) -> list[list]:
-    """Neighbours that belong together and have next to nothing between them as one: shorter, and looks the same."""
+    """Join neighbours that belong together with almost no gap between them: this is shorter and looks the same."""
     found = []
     for unit, step, begins, ends in work:
         if found and found[-1][:2] == [unit, step] and begins - found[-1][3] < 20e-6:
@@ -221,7 +221,7 @@ def _joined(work: list) -> list[list]:
 
 
 def _versions(looks: list[list[tuple]]) -> list[list]:
-    """What changes, in the order of time."""
+    """The changes of version, by time."""
     found = []
     for rank, mine in enumerate(looks):
         now = {}

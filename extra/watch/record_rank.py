@@ -1,4 +1,4 @@
-"""What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
+"""The recording of one rank: where its bytes are, what it computes, sends and waits for, and the line at work."""
 
 import contextlib
 import time
@@ -46,14 +46,14 @@ class Watched(Timeline):
         super()._ended(span, now)
 
     def under_way(self) -> set[int]:
-        """The numbers, in the order of issue, of the collectives that nobody has waited for."""
+        """The indexes of the collectives that nobody has waited for, in the order in which they were issued."""
         return {span.number for _, span in self._under_way.values()}
 
     def _at_work(self, func) -> tuple[str, str]:
         unit, step = super()._at_work(func)
         if any(label.startswith("FSDP::") for label in self._where.labels):
             return unit, "copies"
-        # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
+        # A view computes nothing: autograd makes views of a weight before it asks for the weight itself.
         computes = step[:1] in PHASES and func.namespace == "aten" and not func.is_view
         if computes and self._last != (unit, step):
             self._last = (unit, step)
@@ -77,7 +77,7 @@ class RecordingLedger(CellLedger):
             self.freed_at[len(self._events) - 1] = calls()
 
     def start(self, timeline: Watched) -> None:
-        """The step that counts begins now, with `timeline` open."""
+        """The recorded step begins now, with `timeline` open."""
         self.clock, self.versions = timeline.now, WeightVersions(self.rank)
         self.updated, self.updated_at = None, ()
         self.units = units_of(self.rows, unit_names(self._engine.model))
@@ -90,11 +90,11 @@ class RecordingLedger(CellLedger):
 
     def _computes(self, unit: str, step: str) -> None:
         self.begun.append((self.clock(), unit, step, calls()))
-        under_way = self._gathered(self._timeline.under_way())  # something is there, but not everything
+        under_way = self._gathered(self._timeline.under_way())  # these weights are not complete yet
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
     def _gathered(self, collectives: set[int]) -> set[int]:
-        """The rows whose weights stand where all-gathers among these bring them. (FSDP2 copies them from elsewhere.)"""
+        """The rows whose weights are where all-gathers among these write. (FSDP2 copies them to a different place.)"""
         gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
         rows = {self.collective_rows[number] for number in gathers} - {None}
         return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
@@ -113,7 +113,7 @@ class RecordingLedger(CellLedger):
 
 
 def units_of(rows: list[Row], names: set[str]) -> dict[str, list[int]]:
-    """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
+    """{unit: indexes of the rows with its parameters}. "root" has what is in no unit."""
     found: dict[str, dict[int, None]] = {}
     for number, row in enumerate(rows):
         for name in parameters_of(row):
@@ -135,10 +135,10 @@ def is_sharded(row: Row) -> bool:
 
 
 def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
-    """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
+    """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest, plain data.
 
-    Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
-    seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
+    The fastest step is the one in which the slowest rank took the least time. All ranks call this together. Times are
+    seconds of the host's clock (`time.perf_counter`). An exception inside the step is recorded ("error").
     """
     tries = 1 if run.once else tries
     loop, seen, lines = run.loop(me, run.warm_up + tries), [], set()
@@ -154,7 +154,7 @@ def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
             seen.append(_one_step(partial(loop.step, engine, number), engine, memory, me))
             seen[-1]["lines"] = sorted(lines)
     if tries == 1:
-        return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
+        return seen[0]  # it may have failed, and then the ranks cannot use a collective any more
     taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
     return seen[taken.index(min(taken))]
 
