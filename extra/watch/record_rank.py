@@ -135,7 +135,7 @@ def is_sharded(row: Row) -> bool:
 
 
 def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
-    """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest, plain data.
+    """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest.
 
     The fastest step is the one in which the slowest rank took the least time. All ranks call this together. Times are
     seconds of the host's clock (`time.perf_counter`). An exception inside the step is recorded ("error").
