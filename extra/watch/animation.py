@@ -7,17 +7,21 @@ from pathlib import Path
 
 from extra.watch import chromium
 
-WIDTH, HEIGHT = 900, 765
+WIDTH, HEIGHT = 900, 680  # so narrow that the code is below the memory
 FRAMES = 150  # at most; a longer recording is thinned out
 COLOURS = 160
 SMALL = 1_000_000  # bytes
-# What is not for an animation is hidden; the rest stands as in the page.
+# An animation shows the memory and the code. The rest of the page is hidden.
 TRIM = """
-const spare = "header label, nav, #scrub, #legend, #parts, #bars, footer";
+document.querySelector(".way").style.minHeight = "1.9em";
+const spare = "header label, nav, #scrub, #legend, #time, footer";
 document.querySelectorAll(spare).forEach((element) => { element.hidden = true; });
 document.querySelector("h1").textContent = `${watch.rec.title}: a recorded training step, ${watch.rec.ranks} ranks`;
 document.body.style.padding = "10px 14px";
-document.getElementById("said").style.minHeight = "3.1em";
+document.getElementById("codes").style.marginTop = "10px";
+document.getElementById("said").style.cssText = "min-height: 3.1em; margin-bottom: 4px";
+const source = document.querySelector(".source"), below = source.getBoundingClientRect().top;
+source.style.cssText = `min-height: 0; height: ${innerHeight - below - 14}px`;
 watch.frame = () => {};
 return watch.rec.events.map((e) => e[2]);
 """
@@ -67,7 +71,7 @@ def screenshots(page: str, dark: bool) -> list[tuple[bytes, int]]:
 
 
 def events_to_draw(kinds: list[str]) -> list[int]:
-    """The numbers of the events: without the ends of collectives, but for the last event, and thinned out."""
+    """The indexes of the events: without the ends of collectives (except as the last event), and thinned out."""
     last = len(kinds) - 1
     wanted = [number for number, kind in enumerate(kinds) if kind != "end" or number == last]
     every = math.ceil(len(kinds) / FRAMES)

@@ -33,6 +33,7 @@ class Change:
     cells: list[int]
     freed: bool
     nbytes: int
+    event: int  # its index among the ledger's events
 
 
 class CellLedger(PartsLedger):
@@ -68,7 +69,7 @@ class CellLedger(PartsLedger):
     def changes(self) -> Iterator[Change]:
         """What each of the ledger's events did to the cells, in order; events of other parts are left out."""
         sizes, totals = {}, {}
-        for number, nbytes, *_, moment in self._events:
+        for event, (number, nbytes, *_, moment) in enumerate(self._events):
             part = self._part.get(number)
             before, sizes[number] = sizes.get(number, 0), nbytes
             if part not in LAYERS:
@@ -80,7 +81,7 @@ class CellLedger(PartsLedger):
             for cell, (new, old) in enumerate(zip(_share(nbytes, weights), _share(before, weights))):
                 total[cell] += new - old
             freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
-            yield Change(moment, row, column, layer, [*total], freed and row is not None, before)
+            yield Change(moment, row, column, layer, [*total], freed and row is not None, before, event)
 
     # Where storages belong.
 

@@ -1,7 +1,7 @@
-"""Record a training step of real ranks, and write a page in which one can watch it.
+"""Record a training step of real ranks, and write a page that plays it beside the code.
 
 ./launch.sh watch zero3 2        ZeRO-3 on two ranks, and all other engines to compare it with: watch-zero3.html
-./launch.sh watch --bug 16       a bug from the museum beside the right engine: watch-bug16.html
+./launch.sh watch --bug 16       a bug from the museum beside the correct engine: watch-bug16.html
 """
 
 import argparse
@@ -24,25 +24,25 @@ from zerolab.run.engines import ENGINES
 from zerolab.run.model import preset
 from zerolab.teach.museum.exhibits import exhibit_of
 
-MOST_RANKS = 16  # more cells than these nobody can tell apart
+MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = common.Parser("watch [ENGINE] [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("engine", nargs="?", help=f"that the page opens with: {', '.join(TITLES)} (default zero3)")
+    parser.add_argument("engine", nargs="?", help=f"the engine to open with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
-    parser.add_argument("--engines", metavar="NAME,NAME", help="record these and no others, as zero3,ddp")
+    parser.add_argument("--engines", metavar="NAME,NAME", help="record only these, for example zero3,ddp")
     common.add(parser, "engine-file")
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
     common.add(parser, "preset", "backend", "device", "json", "anyway")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
-    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that the state can be seen)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
     common.add(parser, "bucket-mb", bucket_mb=None)
-    parser.add_argument("--tries", type=int, default=5, help="record so many steps and keep the fastest (default 5)")
+    parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
-    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: show what this file has")
-    parser.add_argument("--gif", metavar="FILE", help="draw the engine as an animation, too (in Chromium; slow)")
+    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
+    parser.add_argument("--gif", metavar="FILE", help="also draw the engine as an animation (in Chromium; slow)")
     parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
     options = parser.parse_args(argv)
@@ -132,7 +132,7 @@ def runs_of(options: argparse.Namespace) -> list[Recordable]:
 
 @engine_file.named_in_errors()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
-    """What every rank does: one recording after the other, each said as it comes."""
+    """What every rank does: it makes one recording after the other, and reports each when it is complete."""
     ranks.begin(folder)
     device = "cpu" if options.bug is not None else options.device  # as the museum
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
@@ -147,7 +147,7 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
 
 
 def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
-    """Start the ranks, and put together what they have seen. Raises RuntimeError if one of them did not come so far."""
+    """Start the ranks, and merge their recordings. Raises RuntimeError if a rank failed before its end."""
     runs, found = {run.name: run for run in runs_of(options)}, []
     command = ["-m", "extra.watch", *argv, "--on-ranks"]
     with ranks.Ranks(command, options.ranks, seconds=600 * len(runs), quiet=True) as started:

@@ -25,7 +25,7 @@ class Lanes {
     }
     y += 8;
     const peak = Math.max(...rec.live.map((points) => this.stack(points).peak));
-    shape(svg, "text", { class: "lane", x: this.left, y: y + 4 }, `live bytes by part (the highest moment of all ranks: ${megabytes(peak)})`);
+    shape(svg, "text", { class: "lane", x: this.left, y: y + 4 }, `live bytes by part (highest peak of all ranks: ${megabytes(peak)})`);
     y += 12;
     for (let rank = 0; rank < n; rank++) {
       shape(svg, "text", { class: "name", x: 0, y: y + 12 }, `rank ${rank}`);
@@ -99,8 +99,8 @@ class Lanes {
       const room = (placed.slice(i + 1).find((other) => other[3] === line) || [this.end])[0];
       const { kind, row } = collective, top = y + Math.min(line, 2) * part, name = rowName(rec, row);
       const last = collective.issued.includes(null) ? ended : Math.max(...collective.issued);
-      const title = `${kind} of ${name}, ${megabytes(collective.nbytes)}: ${((ended - last) / 1000).toFixed(2)} ms from the last rank's issue on`;
-      if (last > issued) this.bar(issued, Math.min(last, ended), top, part, "early", "", `${title}; first this rank waited for the last one`);
+      const title = `${kind} of ${name}, ${megabytes(collective.nbytes)}: ${((ended - last) / 1000).toFixed(2)} ms after the last rank has started it`;
+      if (last > issued) this.bar(issued, Math.min(last, ended), top, part, "early", "", `${title}; before that this rank waited for the last one`);
       if (ended > last) this.bar(last, ended, top, part, lane, short(name), title, room);
     });
   }

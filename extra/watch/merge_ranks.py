@@ -1,10 +1,12 @@
-"""The recording: what all ranks saw of one step, on one clock, as plain JSON. `FORMAT` says what is in it.
+"""One recording from those of all ranks, on one clock, as plain JSON. `FORMAT` describes it.
 
-All that the page shows is computed from it, by `stateAt` in state.js.
+The page computes everything that it shows from it.
 """
 
 from bisect import bisect_left
+from pathlib import Path
 
+from extra.watch.lines import CHAPTERS, idle_lines
 from extra.watch.weight_versions import versions_by_cell
 from zerolab.measure.memory_parts import PARTS
 from zerolab.measure.traffic import sent_bytes
@@ -22,16 +24,19 @@ changes              [time, rank, row, column, layer, cells]: bytes from now on,
                      column 0 parameters, 1 gradients, 2 optimizer state; layer 0 is kept, 1 comes and goes.
                      Row -1 are bytes of state that belong to no row
 versions             [time, rank, row, layer, versions]: 0 the weights before the update, 1 after it, -1 neither
-live                 for each rank [time, part, bytes from now on, part, bytes ...]: what the memory ledger says
+live                 for each rank [time, part, bytes from now on, part, bytes ...]: from the memory ledger
 events               [time, rank, what, subject, more]; `what` is
                        step      subject: "2 backward"
                        compute   subject: the unit, more: "forward" or "backward"
                        issue     subject: number of the collective
-                       end       subject: number of the collective
+                       end       subject: number of the collective, more: whether the rank was waiting for it
                        free      subject: the row, more: [column, bytes that were given back]
                        updated   the optimizer has written the new weights
                        over      the step is over
                        error     subject: what was raised
+lines                for each event an index into `ways`, or -1 where no chapter is at work
+ways                 [chapter, line] of each call that led to an event, the outermost first: 3 for zero3.py
+chapters, idle       {chapter: its source} of those that are at work, and [first, last] of the lines that no step runs
 Times are microseconds since the first rank began. Times before that are 0.
 """
 
@@ -39,16 +44,17 @@ PHASES = {"1": "forward", "2": "backward"}
 
 
 def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
-    """One recording, from what `record.record` returned on each rank."""
+    """One recording, from what `record_rank.record` returned on each rank."""
     origin = min(seen["begins"] for seen in ranks)
 
     def at(seconds: float) -> int:
         return max(0, round((seconds - origin) * 1e6))
 
-    events, changes, work, waits, looks, updates = [], [], [], [], [], []
+    came, changes, work, waits, looks, updates = [], [], [], [], [], []
     for seen in ranks:
-        events += _events(seen, at)
-    events.sort(key=lambda event: event[:2])
+        came += _events(seen, at)
+    came.sort(key=lambda pair: pair[0][:2])
+    events = [event for event, _ in came]
     times = [event[0] for event in events]
     for seen in ranks:
         changes += _changes(seen, at, times)
@@ -73,11 +79,14 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
         "versions": _versions(versions_by_cell(looks, updates)),
         "live": [_live(seen, at, times) for seen in ranks],
         "events": events,
+        **_code(ranks, [way for _, way in came]),
     }
 
 
 def _sent(seen: dict) -> int:
-    return round(sum(sent_bytes(kind, nbytes, len(group)) for kind, _, nbytes, *_, group, _ in seen["collectives"]))
+    return round(
+        sum(sent_bytes(kind, nbytes, len(group)) for kind, _, nbytes, _, _, _, group, *_ in seen["collectives"])
+    )
 
 
 def _work(seen: dict, at) -> list[list]:
@@ -90,7 +99,7 @@ def _waits(seen: dict, at) -> list[list]:
 
 
 def _looks(seen: dict, at) -> list[tuple]:
-    """The looks at the weights; JSON has made text of the cells' numbers."""
+    """The looks at the weights. JSON has made the cells' indexes strings."""
     found = []
     for moment, row, layer, cells in seen["versions"]:
         found.append((at(moment), row, layer, {int(cell): checksum for cell, checksum in cells.items()}))
@@ -98,7 +107,7 @@ def _looks(seen: dict, at) -> list[tuple]:
 
 
 def _collectives(ranks: list[dict], at) -> list[dict]:
-    """A collective carries no name: the k-th of one rank meets the k-th of every other."""
+    """A collective carries no name: the k-th one of this rank meets the k-th one of every other rank."""
     found = []
     for index in range(max(len(seen["collectives"]) for seen in ranks)):
         of = [seen["collectives"][index] if index < len(seen["collectives"]) else None for seen in ranks]
@@ -111,29 +120,53 @@ def _collectives(ranks: list[dict], at) -> list[dict]:
     return found
 
 
-def _events(seen: dict, at) -> list[list]:
+def _events(seen: dict, at) -> list[tuple[list, list]]:
+    """(event, the calls that led to it)."""
     rank, events = seen["rank"], []
     end = 0.0
-    for name, begins, ends in seen["steps"]:
+    for name, begins, ends, way in seen["steps"]:
         if begins >= end:  # not inside another one
-            events.append([at(begins), rank, "step", name])
+            events.append(([at(begins), rank, "step", name], way))
             end = ends
-    events += [[at(begins), rank, "compute", unit, PHASES[step[:1]]] for begins, unit, step in seen["begun"]]
-    for index, (*_, begins, ends, _, _) in enumerate(seen["collectives"]):
-        events.append([at(begins), rank, "issue", index])
+    events += [
+        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], way) for begins, unit, step, way in seen["begun"]
+    ]
+    for index, (_, _, _, _, begins, ends, _, _, issued, ended) in enumerate(seen["collectives"]):
+        events.append(([at(begins), rank, "issue", index], issued))
         if not seen["error"] or ends < seen["ends"]:
-            events.append([at(ends), rank, "end", index])
-    for moment, row, column, _, _, freed, nbytes in seen["changes"]:
+            waited = any(which == index and start <= ends <= stop for start, stop, which in seen["waits"])
+            events.append(([at(ends), rank, "end", index, int(waited)], ended))
+    for moment, row, column, _, _, freed, nbytes, way in seen["changes"]:
         if freed and moment:
-            events.append([at(moment), rank, "free", row, [column, nbytes]])
+            events.append(([at(moment), rank, "free", row, [column, nbytes]], way))
     if seen["updated"] is not None:
-        events.append([at(seen["updated"]), rank, "updated"])
-    events.append([at(seen["ends"]), rank, *(("error", seen["error"]) if seen["error"] else ("over",))])
+        events.append(([at(seen["updated"]), rank, "updated"], seen["updated_at"]))
+    last = ("error", seen["error"]) if seen["error"] else ("over",)
+    events.append(([at(seen["ends"]), rank, *last], seen["raised_at"]))
     return events
 
 
+def _code(ranks: list[dict], came: list) -> dict:
+    """The lines of the chapters: of each event, and those that no step runs."""
+    ways, lines = {}, []
+    for way in came:
+        key = tuple(map(tuple, way))
+        lines.append(ways.setdefault(key, len(ways)) if key else -1)
+    ran = {tuple(place) for seen in ranks for place in seen["lines"]}
+    traced = bool(ran)
+    ran.update(place for way in ways for place in way)
+    sources = {number: Path(file).read_text(encoding="utf-8") for file, number in CHAPTERS.items()}
+    at_work = sorted({chapter for chapter, _ in ran})
+    idle = {}
+    for chapter in at_work:
+        here = {line for which, line in ran if which == chapter}
+        idle[str(chapter)] = idle_lines(sources[chapter], here) if traced else []
+    return {"lines": lines, "ways": [*ways], "chapters": {str(chapter): sources[chapter] for chapter in at_work},
+            "idle": idle}  # fmt: skip
+
+
 def _changes(seen: dict, at, times: list[int]) -> list[list]:
-    """Of the changes between two events, the last: nobody can stop between them."""
+    """The last of the changes between two events, because the page cannot stop between them."""
     last = {}
     for moment, row, column, layer, cells, *_ in seen["changes"]:
         moment, row = at(moment), -1 if row is None else row
@@ -151,7 +184,7 @@ def _short(cells: list[int]) -> int | list[int]:
 
 
 def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
-    """What the ledger says at every event, and at the highest moment between two of them."""
+    """What the ledger has at every event, and at the highest moment between two events."""
     slots: dict[int, list] = {}
     for moment, parts in seen["live"]:
         moment = at(moment)
@@ -177,7 +210,7 @@ def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
 
 
 def _joined(work: list) -> list[list]:
-    """Neighbours that belong together and have next to nothing between them as one: shorter, and looks the same."""
+    """Join neighbours that belong together with almost no gap between them: this is shorter and looks the same."""
     found = []
     for unit, step, begins, ends in work:
         if found and found[-1][:2] == [unit, step] and begins - found[-1][3] < 20e-6:
@@ -188,7 +221,7 @@ def _joined(work: list) -> list[list]:
 
 
 def _versions(looks: list[list[tuple]]) -> list[list]:
-    """What changes, in the order of time."""
+    """The changes of version, by time."""
     found = []
     for rank, mine in enumerate(looks):
         now = {}

@@ -6,25 +6,40 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("state.js", "words.js", "picture.js", "lanes.js", "player.js")
+SCRIPTS = ("state.js", "lines.js", "words.js", "picture.js", "lanes.js", "code.js", "player.js")
 
 
 def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "") -> str:
-    """The page's text, with `recordings` (see merge_ranks.py) to choose from; it opens `run` at `event`, from 1 on.
+    """The page's text, with `recordings` (see merge_ranks.py) to choose from. It opens `run` at `event`, from 1 on.
 
-    `beside` is the name of the recording to show below it.
+    `beside` is the name of the recording to show below it. The chapters' sources are in the page once: a recording in
+    the page has their indexes.
     """
-    data = ",\n".join(json.dumps(recording, separators=(",", ":")) for recording in recordings)
+    sources: list[str] = []
+    packed = []
+    for recording in recordings:
+        chapters = {}
+        for number, source in recording.get("chapters", {}).items():
+            if source not in sources:
+                sources.append(source)
+            chapters[number] = sources.index(source)
+        packed.append({**recording, "chapters": chapters})
     parts = {
         "run": html.escape(run),
         "event": str(event),
         "beside": html.escape(beside),
         "style": (HERE / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        "recordings": f"[{data}]".replace("</", "<\\/"),  # nothing in it may end the script
+        "recordings": _json_of(packed),
+        "sources": _json_of(sources),
     }
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return re.sub(r"/\*(" + "|".join(parts) + r")\*/", lambda found: parts[found[1]], text)
+
+
+def _json_of(values: list) -> str:
+    lines = ",\n".join(json.dumps(value, separators=(",", ":"), ensure_ascii=False) for value in values)
+    return f"[{lines}]".replace("</", "<\\/")  # nothing in it may end the script
 
 
 def recordings_of(file: Path | str) -> list[dict]:
@@ -34,10 +49,14 @@ def recordings_of(file: Path | str) -> list[dict]:
     except OSError as error:
         raise ValueError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
     inside = re.search(r'<script type="application/json" id="recordings">(.*?)</script>', text, re.DOTALL)
+    shared = re.search(r'<script type="application/json" id="sources">(.*?)</script>', text, re.DOTALL)
     try:
         found = json.loads(inside[1] if inside else text)
+        sources = json.loads(shared[1]) if shared else []
     except json.JSONDecodeError as error:
         raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them") from error
     if not isinstance(found, list) or not all(isinstance(each, dict) and "events" in each for each in found):
         raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them")
+    for recording in found if shared else ():
+        recording["chapters"] = {number: sources[index] for number, index in recording["chapters"].items()}
     return found

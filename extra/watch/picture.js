@@ -12,13 +12,15 @@ function shape(parent, name, attributes, text) {
 
 const KINDS = ["parameters", "gradients", "optimizer"];
 
+const narrow = matchMedia("(max-width: 640px)");  // one panel in a line
+
 class Picture {
   constructor(svg, rec) {
     this.svg = svg;
     this.rec = rec;
     svg.replaceChildren();
     const n = rec.ranks;
-    // Sizes: cells get narrower with more ranks, panels stand two or four in a line.
+    // Sizes: cells get narrower with more ranks, there are two or four panels in a line.
     this.cell = n <= 2 ? 46 : n <= 4 ? 25 : n <= 8 ? 13 : 8;
     this.dot = Math.min(11, this.cell - 3);
     this.rowHeight = 25;
@@ -27,7 +29,7 @@ class Picture {
     this.column = n * this.cell + this.gap;
     this.width = this.label + 3 * this.column;
     this.height = 62 + rec.rows.length * this.rowHeight + 8;
-    this.perLine = n <= 1 ? 1 : n <= 4 ? 2 : 4;
+    this.perLine = n <= 1 || narrow.matches ? 1 : n <= 4 ? 2 : 4;
     this.space = 44;
     const lines = Math.ceil(n / this.perLine), perLine = Math.min(n, this.perLine);
     const width = perLine * this.width + (perLine - 1) * this.space;
@@ -136,7 +138,7 @@ class Picture {
       return `waits for ${missing.length ? names(missing) : `the ${kind} of ${rowName(rec, row)}`}`;
     }
     if (me.unit) return `${me.phase}: ${me.unit}`;
-    return me.failed ? "stopped" : me.over ? "through with the step" : me.step ? `step ${me.step}` : "";
+    return me.failed ? "stopped" : me.over ? "has finished" : me.step ? `step ${me.step}` : "";
   }
 
   // What flies now: [from, to] in the picture, of every collective that is moving.

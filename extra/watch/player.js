@@ -1,5 +1,5 @@
 "use strict";
-// The controls: which recording, which event, how fast, what is asked; and the address that keeps where one was.
+// The controls: which recording, event and rank, how fast, what is asked. The address keeps all of these.
 
 const BEAT = 900;                      // milliseconds of an event at speed 1
 const WHOLE_STEP = 24000;              // and of the whole step in recorded time
@@ -8,25 +8,29 @@ const $ = (id) => document.getElementById(id);
 
 const watch = {
   recordings: JSON.parse($("recordings").textContent),
-  rec: null, k: 0, state: null, playing: false, beside: null, time: 0, asked: null, right: 0, answered: 0, skip: -1,
+  rec: null, k: 0, state: null, playing: false, beside: null, rank: 0, time: 0, asked: null, right: 0, answered: 0, skip: -1,
 
   start() {
     for (const id of ["run", "beside"]) {
       for (const rec of this.recordings) $(id).add(new Option(rec.title, rec.run));
     }
     $("beside").closest("label").hidden = this.recordings.length < 2;
+    for (let rank = 0; rank < Math.max(...this.recordings.map((rec) => rec.ranks)); rank++) {
+      $("rank").add(new Option(`rank ${rank}`, rank));
+    }
     const { run, event, beside } = document.body.dataset;
     this.fromAddress(run, Number(event) - 1, beside);
     addEventListener("hashchange", () => this.fromAddress(this.rec.run, this.k, $("beside").value));
     requestAnimationFrame((now) => this.frame(now, now));
   },
 
-  // The address: #event=17&run=zero3, and &beside=ddp.
+  // The address: #event=17&run=zero3, and &beside=ddp&rank=1.
   fromAddress(run, k, beside) {
     const at = new URLSearchParams(location.hash.slice(1));
     const known = (name) => this.recordings.find((rec) => rec.run === name);
     const rec = known(at.get("run")) || known(run) || this.recordings[0];
     const event = at.has("event") ? Number(at.get("event")) - 1 : k;
+    this.rank = Number(at.get("rank")) || 0;
     this.setBeside(at.has("beside") ? at.get("beside") : beside);
     this.open(rec.run, Number.isInteger(event) ? event : 0);
   },
@@ -35,7 +39,8 @@ const watch = {
     clearTimeout(this.writing);
     this.writing = setTimeout(() => {    // later, and once: a browser takes some 200 changes in half a minute
       const beside = this.beside ? `&beside=${this.beside.rec.run}` : "";
-      const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}`;
+      const rank = this.rank ? `&rank=${this.rank}` : "";
+      const hash = `#event=${this.k + 1}&run=${this.rec.run}${beside}${rank}`;
       // A page inside a notebook has no address of its own.
       try { if (location.hash !== hash) history.replaceState(null, "", hash); } catch { /* then it keeps none */ }
     }, 100);
@@ -48,6 +53,7 @@ const watch = {
       $("run").value = run;
       this.picture = new Picture($("picture"), rec);
       this.lanes = new Lanes($("lanes"), rec, (time) => this.goToTime(time));
+      this.code = new Code($("code"), rec, (k) => this.go(k));
       $("scrub").max = rec.events.length - 1;
       $("about").textContent = [rec.about.model, `${rec.ranks} rank${rec.ranks > 1 ? "s" : ""}`, rec.about.hardware,
         rec.about.torch && `torch ${rec.about.torch}`].filter(Boolean).join("; ");
@@ -64,21 +70,28 @@ const watch = {
     $("beside").value = rec ? run : "";
     for (const id of ["second", "below"]) $(id).hidden = !rec;
     const lanes = rec && new Lanes($("lanes2"), rec, () => {});
-    this.beside = rec ? { rec, lanes, picture: new Picture($("picture2"), rec) } : null;
+    $("code2").hidden = !rec;
+    // A line of the other engine leads to its own event, and this engine goes to the same moment.
+    const onEvent = (k) => this.go(sameMoment(rec, k, this.rec), false, k);
+    this.beside = rec ? { rec, lanes, picture: new Picture($("picture2"), rec), code: new Code($("code2"), rec, onEvent) } : null;
     $("title2").textContent = $("title3").textContent = rec ? rec.title : "";
     if (this.rec) this.go(this.k);
   },
 
   // To event k. Everything on the page follows from it.
-  go(k, keepTime = false) {
+  go(k, keepTime = false, otherEvent = null) {
     const { rec } = this;
     this.k = Math.max(0, Math.min(rec.events.length - 1, Math.round(k)));
     this.state = stateAt(rec, this.k);
     if (!keepTime) this.time = this.state.time;
     this.picture.draw(this.state);
     this.lanes.move(this.time);
+    this.rank = Math.max(0, Math.min(rec.ranks - 1, this.rank));
+    $("rank").value = this.rank;
+    this.code.draw(this.k, this.rank);
     if (this.beside) {
-      const other = sameMoment(rec, this.k, this.beside.rec);
+      const other = otherEvent ?? sameMoment(rec, this.k, this.beside.rec);
+      this.beside.code.draw(other, Math.min(this.rank, this.beside.rec.ranks - 1));
       const state = stateAt(this.beside.rec, other);
       this.beside.picture.draw(state);
       this.beside.lanes.move(state.time);
@@ -94,12 +107,12 @@ const watch = {
     }
     const lost = this.state.ranks.reduce((sum, me) => sum + me.elsewhere, 0);
     $("elsewhere").hidden = !lost;
-    $("elsewhere").textContent = lost ? `${megabytes(lost)} of state are in tensors that belong to no row.` : "";
+    $("elsewhere").textContent = lost ? `${megabytes(lost)} of state are in tensors that belong to no unit or bucket.` : "";
     this.closeQuestion();
     this.toAddress();
   },
 
-  // From now on every event is asked for before it comes, or none.
+  // From now on the page asks before every event, or never.
   askFirst(on) {
     $("ask").checked = on;
     const asked = on && !this.playing && this.k + 1 < this.rec.events.length ? question(this.rec, this.k + 1) : null;
@@ -133,7 +146,7 @@ const watch = {
     this.since = performance.now();
     $("play").textContent = on ? "❚❚ pause" : "▶ play";
     $("play").setAttribute("aria-pressed", on);
-    // A screen reader is told of steps, and not of every moment of a film.
+    // A screen reader reads single events aloud, but not a film.
     $("said").setAttribute("aria-live", on ? "off" : "polite");
   },
 
@@ -142,6 +155,7 @@ const watch = {
     $("question").hidden = false;
     $("asked").textContent = asked.text;
     $("verdict").textContent = "";
+    $("answers").classList.toggle("lines", asked.lines);
     $("answers").replaceChildren(...asked.answers.map((text, i) => {
       const button = document.createElement("button");
       button.textContent = `${i + 1}  ${text}`;
@@ -166,7 +180,7 @@ const watch = {
     $("verdict").textContent = `${right ? "Right" : "No"}. ${sentence(this.rec, asked.k)} (${this.right} of ${this.answered} right)`;
     const on = document.createElement("button");
     on.id = "go-on";
-    on.textContent = "go on (→)";
+    on.textContent = "continue (→)";
     on.onclick = () => this.goOn();
     $("verdict").append(" ", on);
     on.focus({ preventScroll: true });
@@ -225,8 +239,11 @@ const watch = {
       " ": () => this.play(),
       a: () => this.askFirst(!$("ask").checked),
       t: () => { $("pace").value = $("pace").value === "beat" ? "time" : "beat"; },
-      n: () => this.next(1),
-      p: () => this.next(-1),
+      n: () => this.sameLine(1),
+      p: () => this.sameLine(-1),
+      e: () => this.next(1),
+      E: () => this.next(-1),
+      r: () => this.follow((this.rank + 1) % this.rec.ranks),
       b: () => this.nextBeside(),
       "+": () => this.faster(1),
       "-": () => this.faster(-1),
@@ -238,6 +255,17 @@ const watch = {
     if (choosing || (pressing && key === " ")) return;
     event.preventDefault();
     actions[key]();
+  },
+
+  // To the next event of the line at work.
+  sameLine(by) {
+    const k = this.code.place ? this.code.next(...this.code.place, by) : null;
+    if (k !== null) this.go(k);
+  },
+
+  follow(rank) {
+    this.rank = rank;
+    this.go(this.k);
   },
 
   next(by) {
@@ -259,6 +287,7 @@ const watch = {
 
 $("run").onchange = () => watch.open($("run").value, sameMoment(watch.rec, watch.k, watch.recordings.find((r) => r.run === $("run").value)));
 $("beside").onchange = () => watch.setBeside($("beside").value);
+$("rank").onchange = () => watch.follow(Number($("rank").value));
 $("ask").onchange = () => watch.askFirst($("ask").checked);
 $("first").onclick = () => watch.go(0);
 $("back").onclick = () => watch.back();
@@ -266,5 +295,11 @@ $("play").onclick = () => watch.play();
 $("forth").onclick = () => watch.forth();
 $("last").onclick = () => watch.go(Infinity);
 $("scrub").oninput = () => watch.go(Number($("scrub").value));
+narrow.onchange = () => {
+  const beside = $("beside").value;
+  watch.rec = null;
+  watch.open($("run").value, watch.k);
+  watch.setBeside(beside);
+};
 addEventListener("keydown", (event) => watch.key(event));
 watch.start();

@@ -1,11 +1,13 @@
-"""What one rank writes down of one step, from outside: where its bytes are, what it computes, sends and waits for."""
+"""The recording of one rank: where its bytes are, what it computes, sends and waits for, and the line at work."""
 
+import contextlib
 import time
 from functools import partial
 
 import torch.distributed as dist
 
 from extra.watch.cell_ledger import CellLedger
+from extra.watch.lines import Calls, calls, calls_of_error, lines_that_run
 from extra.watch.merge_ranks import PHASES
 from extra.watch.recordable import Recordable
 from extra.watch.rows_of_cells import Row
@@ -17,22 +19,41 @@ from zerolab.run.process_group import Rank
 
 
 class Watched(Timeline):
-    """A timeline that says when the rank begins to compute for another unit, or in another step: `on_compute`.
+    """A timeline that calls `on_compute` when the rank begins to compute for a different unit, or in a different step.
 
-    What FSDP2 does beside the model, it has in a step "copies".
+    It also keeps the calls that led to each step and collective. What FSDP2 does outside the model is in a step
+    "copies".
     """
 
-    _last, on_compute = ("", ""), None
+    def __init__(self, engine, device):
+        super().__init__(engine, device)
+        self._last, self.on_compute = ("", ""), None
+        self.began_at: dict[int, Calls] = {}  # id of a step's span
+        self.issued_at: list[Calls] = []  # of each collective
+        self.ended_at: dict[int, Calls] = {}  # index of a collective
+
+    def begins(self, step: str, depth: int) -> None:
+        super().begins(step, depth)
+        self.began_at[id(self._steps[-1])] = calls()
+
+    def _collective(self, *args) -> None:
+        self.issued_at.append(calls())
+        super()._collective(*args)
+
+    def _ended(self, span, now=None) -> None:
+        if span.end is None:
+            self.ended_at[span.number] = calls()
+        super()._ended(span, now)
 
     def under_way(self) -> set[int]:
-        """The numbers, in the order of issue, of the collectives that nobody has waited for."""
+        """The indexes of the collectives that nobody has waited for, in the order in which they were issued."""
         return {span.number for _, span in self._under_way.values()}
 
     def _at_work(self, func) -> tuple[str, str]:
         unit, step = super()._at_work(func)
         if any(label.startswith("FSDP::") for label in self._where.labels):
             return unit, "copies"
-        # A view computes nothing: autograd makes some of a weight before it asks for what is in it.
+        # A view computes nothing: autograd makes views of a weight before it asks for the weight itself.
         computes = step[:1] in PHASES and func.namespace == "aten" and not func.is_view
         if computes and self._last != (unit, step):
             self._last = (unit, step)
@@ -41,13 +62,26 @@ class Watched(Timeline):
 
 
 class RecordingLedger(CellLedger):
-    """A `CellLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end."""
+    """A `CellLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end.
+
+    And it keeps the calls that led to each computation, to the update, and to each storage that is freed.
+    """
+
+    def __init__(self, *args):
+        self.freed_at: dict[int, Calls] = {}  # index among the ledger's events
+        super().__init__(*args)
+
+    def _note(self, number: int, nbytes: int) -> None:
+        super()._note(number, nbytes)
+        if not nbytes:
+            self.freed_at[len(self._events) - 1] = calls()
 
     def start(self, timeline: Watched) -> None:
-        """The step that counts begins now, with `timeline` open."""
-        self.clock, self.versions, self.updated = timeline.now, WeightVersions(self.rank), None
+        """The recorded step begins now, with `timeline` open."""
+        self.clock, self.versions = timeline.now, WeightVersions(self.rank)
+        self.updated, self.updated_at = None, ()
         self.units = units_of(self.rows, unit_names(self._engine.model))
-        self.begun: list[tuple] = []  # (moment, unit, step) of each computation
+        self.begun: list[tuple] = []  # (moment, unit, step, calls) of each computation
         self._timeline, timeline.on_compute = timeline, self._computes
         timeline.on_wait = lambda number: self._look(self._gathered({number}))
         optimizer = optimizer_of(self._engine)
@@ -55,12 +89,12 @@ class RecordingLedger(CellLedger):
         self._look(range(len(self.rows)))
 
     def _computes(self, unit: str, step: str) -> None:
-        self.begun.append((self.clock(), unit, step))
-        under_way = self._gathered(self._timeline.under_way())  # something is there, but not everything
+        self.begun.append((self.clock(), unit, step, calls()))
+        under_way = self._gathered(self._timeline.under_way())  # these weights are not complete yet
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
     def _gathered(self, collectives: set[int]) -> set[int]:
-        """The rows whose weights stand where all-gathers among these bring them. (FSDP2 copies them from elsewhere.)"""
+        """The rows whose weights are where all-gathers among these write. (FSDP2 copies them to a different place.)"""
         gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
         rows = {self.collective_rows[number] for number in gathers} - {None}
         return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
@@ -74,12 +108,12 @@ class RecordingLedger(CellLedger):
             self.versions.look(self.rows[row], moment or self.clock())
 
     def _after_update(self) -> None:
-        self.updated = self.clock()
+        self.updated, self.updated_at = self.clock(), calls()
         self._look(range(len(self.rows)), self.updated)
 
 
 def units_of(rows: list[Row], names: set[str]) -> dict[str, list[int]]:
-    """{unit: numbers of the rows that have parameters of it}; "root" is what lies in no unit."""
+    """{unit: indexes of the rows with its parameters}. "root" has what is in no unit."""
     found: dict[str, dict[int, None]] = {}
     for number, row in enumerate(rows):
         for name in parameters_of(row):
@@ -101,28 +135,32 @@ def is_sharded(row: Row) -> bool:
 
 
 def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
-    """Build `run`'s engine, train it, and record `tries` steps; what this rank saw of the fastest, as plain data.
+    """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest.
 
-    Fastest is the one in which the slowest rank took least time: it was disturbed least. A collective. Times are
-    seconds of the host's clock (`time.perf_counter`). An exception inside the step is part of it ("error").
+    The fastest step is the one in which the slowest rank took the least time. All ranks call this together. Times are
+    seconds of the host's clock (`time.perf_counter`). An exception inside the step is recorded ("error").
     """
     tries = 1 if run.once else tries
-    loop, seen = run.loop(me, run.warm_up + tries), []
+    loop, seen, lines = run.loop(me, run.warm_up + tries), [], set()
     with RecordingLedger(None, me.rank, me.world_size) as memory:
         engine = loop.build()
         for number in range(run.warm_up):
             memory.begin(engine)
-            loop.step(engine, number)
+            # In the last step before the recorded one, because a trace makes a step slow.
+            last = number == run.warm_up - 1
+            with lines_that_run(lines) if last else contextlib.nullcontext():
+                loop.step(engine, number)
         for number in range(run.warm_up, run.warm_up + tries):
             seen.append(_one_step(partial(loop.step, engine, number), engine, memory, me))
+            seen[-1]["lines"] = sorted(lines)
     if tries == 1:
-        return seen[0]  # it may have failed, and then the ranks have nothing more to say to each other
+        return seen[0]  # it may have failed, and then the ranks cannot use a collective any more
     taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
     return seen[taken.index(min(taken))]
 
 
 def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
-    error = None
+    error, raised_at = None, ()
     memory.begin(engine)
     dist.barrier()
     timeline = Watched(engine, me.device)
@@ -136,10 +174,11 @@ def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
                 memory.stop()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}".splitlines()[0]
-    return _plain(memory, timeline, ended, error, me)
+        raised_at = calls_of_error(raised.__traceback__)
+    return {**_plain(memory, timeline, ended, error, me), "raised_at": raised_at}
 
 
-def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
+def _plain(memory: RecordingLedger, timeline: Watched, ended, error: str | None, me: Rank) -> dict:
     def at(moment) -> float:
         return opened + timeline.seconds(moment)
 
@@ -152,17 +191,20 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
         "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
         "shards": any(map(is_sharded, memory.rows)),
         "units": memory.units,
-        "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes]
-                    for c in memory.changes()],
+        "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes,
+                     memory.freed_at.get(c.event, ()) if c.freed else ()] for c in memory.changes()],
         "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
-        "steps": [[s.name, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == STEPS],
+        "steps": [[s.name, opened + s.start, opened + s.end, timeline.began_at[id(s)]]
+                  for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
-        "begun": [[at(moment), unit, step] for moment, unit, step in memory.begun],
-        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told]
+        "begun": [[at(moment), unit, step, came] for moment, unit, step, came in memory.begun],
+        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told,
+                         timeline.issued_at[s.number], timeline.ended_at.get(s.number, ())]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective.number] for w in timeline.waits],
         "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],
         "updated": None if memory.updated is None else at(memory.updated),
+        "updated_at": memory.updated_at,
     }  # fmt: skip
 
 

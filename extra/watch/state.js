@@ -1,6 +1,6 @@
 "use strict";
-// The state of all ranks after event k of a recording. Everything that the page draws comes from here, and this comes
-// from the recording alone (its fields: FORMAT in merge_ranks.py).
+// The state of all ranks after event k of a recording. The page draws only what is computed here, from the recording
+// only (its fields: FORMAT in merge_ranks.py).
 
 const HELD = 0, WHOLE = 1;           // layers of a cell: kept, or a whole buffer that comes and goes
 const COLUMNS = ["parameters", "gradients", "optimizer state"];

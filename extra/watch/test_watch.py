@@ -1,7 +1,10 @@
 """The recorded step: what is in the recording on real ranks, and the page in a real browser."""
 
+import ast
 import json
+import keyword
 import re
+import threading
 from argparse import Namespace
 from bisect import bisect_right
 from collections import Counter
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typed_commands import starts, typed
 
-from extra.watch import chromium, page
+from extra.watch import chromium, lines, page
 from extra.watch.cell_ledger import LAYERS
 from extra.watch.command import arguments
 from extra.watch.merge_ranks import merge
@@ -386,11 +389,13 @@ def test_a_collective_moves_from_the_last_ranks_issue_on(browser, recordings):
         )
         issued = [e[1] for e in recording["events"][: k + 1] if e[2:] == ["issue", subject[0]]]
         if len(issued) == 2:
-            assert "moving" in states and flying > 0 and "all ranks have come" in said
+            assert "moving" in states and flying > 0 and "all ranks have started it" in said
             assert "moving moving" in marked
             moved += 1
         else:
-            assert states[rank] == "waiting" and states[1 - rank] == "" and f"rank {1 - rank} has not come" in said
+            assert (
+                states[rank] == "waiting" and states[1 - rank] == "" and f"rank {1 - rank} has not started it" in said
+            )
             assert "moving waiting" in marked
     assert moved == len(recording["collectives"])
 
@@ -452,8 +457,10 @@ def test_the_keyboard_alone(browser, recordings):
     speed, pace = value("speed"), value("pace")
     after("-", "t")
     assert float(value("speed")) < float(speed) and value("pace") != pace
-    assert after("n")[0] == [*TITLES][[*TITLES].index("zero3") + 1]
-    assert after("p", "b")[0] == "zero3" and browser.execute_script(BESIDE)[0] == [*TITLES][0]
+    assert after("e")[0] == [*TITLES][[*TITLES].index("zero3") + 1]
+    assert after("E", "b")[0] == "zero3" and browser.execute_script(BESIDE)[0] == [*TITLES][0]
+    assert after("r") and browser.execute_script("return [watch.rank, watch.code.rank]") == [1, 1]
+    after("r")
     browser.execute_script("watch.setBeside('')")
     # Every control can be reached by the Tab key, and shows it.
     press(browser, Keys.HOME)
@@ -461,49 +468,350 @@ def test_the_keyboard_alone(browser, recordings):
     for _ in range(16):
         press(browser, Keys.TAB)
         reached.append(browser.execute_script("return document.activeElement.id"))
-    assert {"run", "beside", "first", "back", "play", "forth", "last", "speed", "pace", "ask", "scrub"} <= {*reached}
+    assert {"run", "beside", "first", "back", "play", "forth", "last", "speed", "pace", "rank", "ask", "scrub"} <= {
+        *reached
+    }
 
 
 def test_ask_me_first(browser, recordings):
-    """Four answers, one of them what this rank does next in the recording; the picture goes on after it is given."""
+    """Four answers: what the rank does next, or which line runs next. After the answer the page goes on."""
     from selenium.webdriver import Keys
 
-    events = recordings["zero3"]["events"]
+    recording = recordings["zero3"]
     text = "return document.getElementById(arguments[0]).textContent"
     browser.execute_script("document.activeElement.blur(); watch.setBeside(''); watch.open('zero3', 0)")
     acts = browser.execute_script("return watch.rec.events.map((e) => [e[1], action(watch.rec, e)])")
     press(browser, "a")
     at_once = browser.execute_script("return [watch.k, watch.asked !== null, question(watch.rec, 1) !== null]")
     assert at_once[0] == 0 and at_once[1] == at_once[2]
-    asked = 0
-    while asked < 4:
+    asked = Counter()
+    while min(asked[True], asked[False]) < 2:
         press(browser, Keys.ARROW_RIGHT)
-        question = browser.execute_script("const q = watch.asked; return q && [q.k, q.answers, q.right]")
+        question = browser.execute_script("const q = watch.asked; return q && [q.k, q.answers, q.right, q.lines]")
         if question is None:
             continue
-        k, answers, right = question
+        k, answers, right, lines = question
         now = browser.execute_script("return watch.k")
         buttons = "return [...document.querySelectorAll('#answers button')].map((b) => b.textContent.slice(3))"
         assert k == now + 1 and browser.execute_script(buttons) == answers and len(set(answers)) == 4
-        rank = events[k][1]
-        assert browser.execute_script(text, "asked") == f"What does rank {rank} do next?"
-        # All four are things that this rank does in this recording, and the right one is what comes.
-        assert acts[k][1] == answers[right] and {*answers} <= {act for who, act in acts if who == rank}
-        given = right if asked % 2 else (right + 1) % 4
+        rank = recording["events"][k][1]
+        if lines:
+            assert browser.execute_script(text, "asked") == f"Which of these lines runs next on rank {rank}?"
+            causes = [f"{name}, line {line}: " for _, name, line in caused(recording, rank)]
+            assert all(answer.startswith(tuple(causes)) for answer in answers)
+            ((name, line),) = [place[1:] for place in caused(recording, rank) if place[0] == k]
+            assert answers[right].startswith(f"{name}, line {line}: ")
+        else:
+            assert browser.execute_script(text, "asked") == f"What does rank {rank} do next?"
+            # This rank does all four in this recording, and the correct one comes next.
+            assert acts[k][1] == answers[right] and {*answers} <= {act for who, act in acts if who == rank}
+        given = right if asked[lines] % 2 else (right + 1) % 4
         press(browser, str(given + 1))
         assert browser.execute_script(text, "verdict").startswith("Right. " if given == right else "No. ")
         assert browser.execute_script("return watch.k") == now
         press(browser, Keys.ARROW_RIGHT)
         assert browser.execute_script("return [watch.k, watch.asked]") == [k, None]
-        asked += 1
+        asked[lines] += 1
     press(browser, "a")
 
 
+# The code beside it.
+
+
+def code_at(recording: dict, k: int) -> str:
+    """The text of the line that event `k` was recorded with, or ""."""
+    if recording["lines"][k] < 0:
+        return ""
+    chapter, line = recording["ways"][recording["lines"][k]][-1]
+    return recording["chapters"][str(chapter)].splitlines()[line - 1]
+
+
+def caused(recording: dict, rank: int) -> list[tuple[int, str, int]]:
+    """(event, file, line) of a rank's events that a line of a chapter causes."""
+    found = []
+    for k, (_, who, what, *more) in enumerate(recording["events"]):
+        if who == rank and recording["lines"][k] >= 0 and not (what == "end" and not more[1]):
+            chapter, line = recording["ways"][recording["lines"][k]][-1]
+            found.append((k, f"zero{chapter}.py", line))
+    return found
+
+
+SENDS = {"all-gather": "all_gather(", "reduce-scatter": "reduce_scatter(", "all-reduce": "dist.all_reduce("}
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_each_event_has_the_line_that_caused_it(recordings, name):
+    recording = recordings[name]
+    if name in ("ddp", "fsdp2"):
+        assert set(recording["lines"]) == {-1} and recording["chapters"] == {} == recording["idle"]
+        return
+    seen = set()
+    for k, (_, _, what, *more) in enumerate(recording["events"]):
+        code = code_at(recording, k)
+        seen.add(what)
+        if what == "step":
+            assert f'record_function("step {more[0]}")' in code
+        elif what == "compute":
+            assert "self.model(" in code or "self(inputs)" in code or "loss.backward()" in code
+        elif what == "issue":
+            assert SENDS[recording["collectives"][more[0]]["kind"]] in code
+        elif what == "end" and more[1]:
+            assert ".wait()" in code
+        elif what == "free":
+            assert ("self.flat = None" if more[1][0] else "untyped_storage().resize_(0)") in code
+        elif what == "updated":
+            assert "self.optimizer.step()" in code
+        elif what == "over":
+            assert code == ""
+    assert {"step", "compute", "issue", "end", "updated", "over"} <= seen
+
+
+def functions_of(recording: dict, k: int) -> list[str]:
+    """The functions of the calls that led to event `k`."""
+    found = []
+    for chapter, line in recording["ways"][recording["lines"][k]]:
+        tree = ast.parse(recording["chapters"][str(chapter)])
+        around = [node for node in ast.walk(tree)
+                  if isinstance(node, ast.FunctionDef) and node.lineno <= line <= node.end_lineno]  # fmt: skip
+        found.append(around[-1].name)
+    return found
+
+
+def test_the_calls_that_led_there(recordings):
+    """From the step to the line, through autograd's hooks."""
+    recording, found = recordings["zero3"], {}
+    for k, (_, _, what, *more) in enumerate(recording["events"]):
+        if what == "issue":
+            found.setdefault(recording["collectives"][more[0]]["kind"], set()).add(tuple(functions_of(recording, k)))
+        elif what == "free":
+            found.setdefault(("parameters", "gradients")[more[1][0]], set()).add(tuple(functions_of(recording, k)))
+    sent = ("training_step", "on_gradient", "finish", "send")
+    assert found["reduce-scatter"] == {(*sent, "start")}
+    assert ("training_step", "__call__", "before_forward", "start_gather", "gather") in found["all-gather"]
+    assert found["parameters"] == {
+        ("training_step", "__call__", "after_forward", "free"),
+        ("training_step", "on_gradient", "finish", "free"),
+    }
+    assert found["gradients"] == {(*sent, "receive", "finish"), ("training_step", "end_backward", "receive", "finish")}
+
+
+def test_the_line_of_an_event_in_a_thread():
+    """What happens in a thread of gloo's happens while the main thread is at its own line."""
+    text = "def chapter(run):\n    found = []\n    run(found)\n    return found\n"
+    names = {}
+    exec(compile(text, next(iter(lines.CHAPTERS)), "exec"), names)
+
+    def in_a_thread(found):
+        thread = threading.Thread(target=lambda: found.append(lines.calls()))
+        thread.start()
+        thread.join()
+
+    assert names["chapter"](in_a_thread) == [((1, 3),)]
+    assert names["chapter"](lambda found: found.append(lines.calls())) == [((1, 3),)]
+    with pytest.raises(ZeroDivisionError) as raised:
+        names["chapter"](lambda found: 1 / 0)
+    assert lines.calls_of_error(raised.value.__traceback__) == ((1, 3),)
+    ran = set()
+    with lines.lines_that_run(ran):
+        names["chapter"](len)
+    assert ran == {(1, 1), (1, 2), (1, 3), (1, 4)}
+
+
+def test_lines_that_no_step_runs():
+    source = '''"""A module."""
+import os
+
+def used(x):
+    """Two
+    lines."""
+    if x:
+        # Never.
+        return 1
+    return long(
+        x,
+    )
+
+def unused():
+    """Never."""
+    return 2
+
+# The end.
+'''
+    assert lines.idle_lines(source, {4, 7, 10}) == [[2, 3], [8, 9], [13, 16]]
+
+
+def test_of_a_step_of_zero3(recordings):
+    """What runs at the build or not at all is idle; hooks of backward are not."""
+    recording = recordings["zero3"]
+    idle = {line for first, last in recording["idle"]["3"] for line in range(first, last + 1)}
+    text = recording["chapters"]["3"].splitlines()
+    state = {code.strip(): number in idle for number, code in enumerate(text, 1) if code.strip()}
+    assert state["def default_units(module):"] and state["unit.following = inner[index + 1 : index + 1 + ahead]"]
+    for code in ("def on_gradient(self, param):", "self.finish(unit)", "unit.missing.remove(param)", "unit.wait()"):
+        assert not state[code], code
+
+
+def test_the_line_at_work_is_marked_at_every_event(browser, recordings):
+    """For every engine, rank and event: this line, in this file, inside the pane, with the calls above it."""
+    for name, recording in recordings.items():
+        for rank in range(2):
+            drawn = browser.execute_script(
+                """
+                watch.setBeside(''); watch.rank = arguments[1]; watch.open(arguments[0], 0);
+                return watch.rec.events.map((_, k) => {
+                  watch.go(k);
+                  const pane = document.getElementById('code'), rows = [...pane.querySelectorAll('.line.at')];
+                  const box = pane.querySelector('.source').getBoundingClientRect();
+                  const inside = rows.every((row) => row.getBoundingClientRect().top >= box.top
+                    && row.getBoundingClientRect().bottom <= box.bottom && row.offsetParent !== null);
+                  const file = pane.querySelector('.tabs [aria-pressed=true]');
+                  return [rows.map((row) => Number(row.dataset.line)), file && file.textContent, inside,
+                    pane.querySelectorAll('.way li').length, pane.querySelector('.here').textContent,
+                    pane.querySelector('.line.at.still') !== null,
+                    rows.map((row) => row.querySelector('code').textContent)]; });""",
+                name,
+                rank,
+            )
+            now = -1
+            for k, (rows, file, inside, calls, here, still, code) in enumerate(drawn):
+                mine = recording["events"][k][1] == rank
+                now = recording["lines"][k] if mine else now
+                if name in ("ddp", "fsdp2"):
+                    assert rows == [] and file is None and "torch's own engine" in here
+                elif now < 0:
+                    assert rows == [] and ("has not begun" in here or "the step is over" in here)
+                else:
+                    way = recording["ways"][now]
+                    assert (rows, file, calls) == ([way[-1][1]], f"zero{way[-1][0]}.py", len(way)), (name, rank, k)
+                    assert inside and still != mine and f"line {way[-1][1]}" in here
+                    source = recording["chapters"][str(way[-1][0])].splitlines()
+                    assert code == [source[way[-1][1] - 1].strip()]
+
+
+def test_a_click_on_a_line_goes_to_its_next_event(browser, recordings):
+    """Every line that causes events, event after event and from the last one to the first; others stay."""
+    for name in ("zero1", "zero2", "zero3"):
+        recording = recordings[name]
+        of_lines = {}
+        for k, file, line in caused(recording, 0):
+            of_lines.setdefault((int(file[4]), line), []).append(k)
+        for (chapter, line), events in of_lines.items():
+            times, went = browser.execute_script(
+                """
+                watch.setBeside(''); watch.rank = 0; watch.open(arguments[0], 0); watch.code.open(arguments[1]);
+                const row = watch.code.files[arguments[1]].rows[arguments[2]], went = [];
+                for (let i = 0; i <= arguments[3]; i++) { row.querySelector('code').click(); went.push(watch.k); }
+                return [row.querySelector('.times').textContent, went];""",
+                name, chapter, line, len(events),
+            )  # fmt: skip
+            start = [k for k in events if k > 0] + [k for k in events if k == 0]
+            assert times == f"×{len(events)}" and went[: len(events)] == start, (name, chapter, line)
+            assert went[len(events)] == start[0]
+    here = browser.execute_script("""
+        watch.open('zero3', 5); watch.code.open(3); watch.code.files[3].rows[1].querySelector('code').click();
+        return [watch.k, document.querySelector('#code .here').textContent];""")
+    assert here == [5, "Line 1 of zero3.py causes no event on rank 0."]
+
+
+def test_a_line_of_calls_goes_to_what_its_calls_cause(browser, recordings):
+    """`self.finish(unit)` sends and frees by other lines: as many events, in a paler number."""
+    recording = recordings["zero3"]
+    text = recording["chapters"]["3"].splitlines()
+    line = next(number for number, code in enumerate(text, 1) if code.strip() == "self.finish(unit)")
+    expected = [k for k, _, _ in caused(recording, 0) if [3, line] in recording["ways"][recording["lines"][k]]]
+    found = browser.execute_script(
+        """watch.rank = 0; watch.open('zero3', 0); watch.code.open(3);
+        const row = watch.code.files[3].rows[arguments[0]]; row.querySelector('code').click();
+        return [watch.k, row.querySelector('.times').textContent, row.querySelector('.times.through') !== null]""",
+        line,
+    )
+    assert found == [expected[0], f"×{len(expected)}", True]
+
+
+def test_the_same_line_by_key(browser, recordings):
+    events = [k for k, *_ in caused(recordings["zero3"], 0) if "resize_(0)" in code_at(recordings["zero3"], k)]
+    browser.execute_script(
+        "document.activeElement.blur(); watch.rank = 0; watch.open('zero3', arguments[0])", events[0]
+    )
+    went = []
+    for key in "nnp":
+        press(browser, key)
+        went.append(browser.execute_script("return watch.k"))
+    assert went == [events[1], events[2], events[1]]
+
+
+def test_two_engines_have_two_panes(browser, recordings):
+    """A line of the second one leads to its own event."""
+    browser.execute_script("watch.rank = 0; watch.open('zero3', 10); watch.setBeside('zero1')")
+    (first, second) = browser.execute_script("""
+        return ['code', 'code2'].map((id) => {
+          const pane = document.getElementById(id), tall = pane.getBoundingClientRect().height > 100;
+          const [title, file] = ['h2', '.tabs [aria-pressed=true]'].map((each) => pane.querySelector(each).textContent);
+          return [title, file, tall]; });
+        """)
+    assert first[0] == TITLES["zero3"] and second == [TITLES["zero1"], "zero1.py", True]
+    k, _, line = caused(recordings["zero1"], 0)[-2]
+    found = browser.execute_script(
+        """const code = watch.beside.code; code.open(1);
+        for (let i = 0; i < 99; i++) { code.files[1].rows[arguments[1]].querySelector('code').click();
+          if (code.k === arguments[0]) break; }
+        return [code.k, Number(document.querySelector('#code2 .line.at').dataset.line)];""", k, line)  # fmt: skip
+    assert found == [k, line]
+    browser.execute_script("watch.setBeside('')")
+    assert browser.execute_script("return document.getElementById('code2').hidden")
+
+
+def test_docstrings_are_folded(browser, recordings):
+    text = recordings["zero3"]["chapters"]["3"].splitlines()
+    last = next(number for number, code in enumerate(text[1:], 2) if code.endswith('"""'))
+    shown = """watch.setBeside(''); watch.open('zero3', 3); watch.code.open(3);
+        const rows = watch.code.files[3].rows, shown = () => rows.slice(1, arguments[0] + 1).map((r) => !r.hidden);
+        const before = shown(); rows[1].querySelector('.fold').click(); const after = shown();
+        rows[1].querySelector('.fold').click(); return [before, after, shown()];"""
+    before, after, again = browser.execute_script(shown, last)
+    assert before == again == [True] + [False] * (last - 1) and after == [True] * last
+
+
+def test_the_colours_leave_the_text_as_it_is(browser, recordings):
+    for chapter, source in recordings["zero3"]["chapters"].items():
+        pieces = browser.execute_script("return coloured(arguments[0])", source)
+        assert ["".join(text for _, text in line) for line in pieces] == source.split("\n")
+        kinds = Counter(kind for line in pieces for kind, _ in line)
+        assert min(kinds[kind] for kind in ("comment", "string", "keyword", "defined", "self", "digits")) > 5, chapter
+        for kind, text in (piece for line in pieces for piece in line):
+            assert kind != "keyword" or text in keyword.kwlist
+
+
+WHERE = """
+const box = (id) => {
+  const b = document.getElementById(id).getBoundingClientRect();
+  return [b.left, b.right, b.top, b.bottom];
+};
+return [box('picture'), box('code'), box('lanes'), document.documentElement.scrollWidth, innerWidth];
+"""
+
+
+def test_beside_the_memory_where_there_is_room_and_below_it_elsewhere(browser):
+    browser.execute_script("watch.setBeside(''); watch.open('zero3', 20)")
+
+    def at(width: int) -> list:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return browser.execute_script(WHERE)
+
+    picture, code, lanes, wide, window = at(1500)
+    assert picture[1] <= code[0] and abs(picture[2] - code[2]) < 40 and code[3] <= 900 and wide <= window
+    for width in (390, 800):
+        picture, code, lanes, wide, window = at(width)
+        assert picture[3] <= code[2] and code[3] <= lanes[2] and wide <= window, width
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_it_needs_nothing_from_outside(written, browser):
-    """No address of anything to load, inside a notebook's frame as well; and some tens of kilobytes."""
+    """No address of anything to load, also inside a notebook's frame. At most 300 kB."""
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded == []
-    assert written.stat().st_size < 150_000
+    assert written.stat().st_size < 300_000 and watch_page.READY.stat().st_size < 300_000
     frame = watch_page.show(written, run="ddp", event=3)._repr_html_()
     browser.execute_script("document.body.insertAdjacentHTML('beforeend', arguments[0])", frame)
     said = "document.querySelector('iframe').contentDocument?.querySelector('#said')?.textContent"
@@ -533,7 +841,10 @@ def test_what_is_kept_and_what_is_gathered_differ_in_grey():
         colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
         for kept, whole in (("parameters", "gathered"), ("gradients", "whole-gradients")):
             assert contrast(colour[kept], colour[whole]) > 2.4 and contrast(colour[kept], colour["empty"]) > 4.5
-        for word, ground in (("optimizer", "empty"), ("ink", "page"), ("soft", "paper"), ("soft", "page")):
+        words = [("optimizer", "empty"), ("ink", "page"), ("soft", "paper"), ("soft", "page"), ("ink", "at")]
+        words += [(word, "paper") for word in ("comment", "string", "keyword", "defined", "number", "idle", "cursor")]
+        words += [(word, "at") for word in ("string", "keyword", "defined", "number")]
+        for word, ground in words:
             assert contrast(colour[word], colour[ground]) > (7 if word == "ink" else 4.5), (word, ground)
 
 
@@ -542,3 +853,28 @@ def test_the_ready_page_is_what_the_templates_make():
     recordings = page.recordings_of(watch_page.READY)
     assert watch_page.READY.read_text(encoding="utf-8") == page.build(recordings, "zero3")
     assert {recording["run"] for recording in recordings} == set(TITLES)
+
+
+def code_only(source: str) -> str:
+    """Without docstrings and comments."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def test_the_ready_page_has_the_chapters_code():
+    """Where this fails, record again: the README beside this file has the command."""
+    for recording in page.recordings_of(watch_page.READY):
+        for number, source in recording["chapters"].items():
+            assert code_only(source) == code_only(Path(f"zero{number}.py").read_text()), recording["run"]
+
+
+def test_the_folder_of_pages_has_a_first_page():
+    """docs/ can be served as it is: its index leads to the recorded step and to what is in README."""
+    docs = watch_page.READY.parent
+    links = re.findall(r'href="([^"#]+)', (docs / "index.html").read_text())
+    assert "watch.html" in links and any("README" in link for link in links)
+    for link in links:
+        assert link.startswith("https:") or (docs / link).exists(), link

@@ -13,13 +13,13 @@ function names(ranks) {
 }
 
 function rowName(rec, row) {
-  return row < 0 ? "something that belongs to no row" : rec.rows[row].name;
+  return row < 0 ? "an unknown unit" : rec.rows[row].name;
 }
 
 const STEP_WORDS = {
   1: "step 1, forward: the model computes its loss",
   2: "step 2, backward: the gradients are computed, from the last unit to the first",
-  3: "the end of step 3: what is left of reducing the gradients",
+  3: "the rest of step 3: the gradients that are not reduced yet",
   4: "step 4: the optimizer updates the parameters that this rank owns",
   5: "step 5: the updated shards are gathered",
 };
@@ -32,12 +32,19 @@ function action(rec, event) {
     case "step": return `begins step ${subject}`;
     case "compute": return `computes ${subject}, ${more}`;
     case "issue": return `starts the ${of(subject)}`;
-    case "end": return `sees the end of the ${of(subject)}`;
+    case "end": return `has received the ${of(subject)}`;
     case "free": return `frees the ${more[0] ? "whole gradients" : "gathered parameters"} of ${rowName(rec, subject)}`;
     case "updated": return "has updated its weights";
     case "error": return `stops: ${subject}`;
-    default: return "is through with the step";
+    default: return "has finished the step";
   }
+}
+
+// What the line at work does in an event, with its bytes.
+function effect(rec, k) {
+  const event = rec.events[k], [, rank, what, subject, more] = event;
+  const bytes = what === "issue" ? `: ${megabytes(rec.collectives[subject].nbytes)}` : what === "free" ? `: −${megabytes(more[1])}` : "";
+  return `rank ${rank} ${action(rec, event)}${bytes}`;
 }
 
 // The line under the controls: what has just happened.
@@ -46,37 +53,38 @@ function sentence(rec, k) {
   if (what === "step") return `${who} begins ${STEP_WORDS[subject[0]] || `step ${subject}`}.`;
   if (what === "compute") {
     return more === "forward" ? `${who} computes ${subject}, forward: its activations are kept for backward.`
-      : `${who} computes ${subject}, backward: the gradients of ${subject} come into being.`;
+      : `${who} computes ${subject}, backward: the gradients of ${subject} are computed.`;
   }
   if (what === "issue") {
     const { kind, row, nbytes } = rec.collectives[subject], { missing } = stateAt(rec, k).collectives[subject];
     const why = {
-      "all-gather": "every rank sends its shard, and will have the whole parameters",
-      "reduce-scatter": "every rank sends its whole gradients, and will have its shard of their sum",
-      "all-reduce": "every rank sends its whole gradients, and will have their whole sum",
+      "all-gather": "every rank sends its shard and receives the whole parameters",
+      "reduce-scatter": "every rank sends its whole gradients and receives its shard of the sum",
+      "all-reduce": "every rank sends its whole gradients and receives the whole sum",
       broadcast: "one rank sends to all others",
     }[kind];
     const begin = `${who} starts the ${kind} of ${rowName(rec, row)}, ${megabytes(nbytes)}`;
-    if (missing.length) return `${begin}. It cannot move yet: ${names(missing)} ${missing.length > 1 ? "have" : "has"} not come to it.`;
-    return rec.ranks > 1 ? `${begin}. Now all ranks have come, and the bytes move: ${why}.` : `${begin}.`;
+    if (missing.length) return `${begin}. Nothing moves yet: ${names(missing)} ${missing.length > 1 ? "have" : "has"} not started it.`;
+    return rec.ranks > 1 ? `${begin}. Now all ranks have started it and the bytes move: ${why}.` : `${begin}.`;
   }
   if (what === "end") {
     const { kind, row } = rec.collectives[subject], name = rowName(rec, row);
     const result = {
       "all-gather": `now it has the whole parameters of ${name}`,
-      "reduce-scatter": `now it has the sum of all ranks' gradients of ${name}, for its own shard; divided by ${rec.ranks} it is their mean`,
-      "all-reduce": `now it has the sum of all ranks' gradients of ${name}; divided by ${rec.ranks} it is their mean`,
-    }[kind] || "it has what was sent";
-    return `The ${kind} of ${name} has ended on rank ${rank}: ${result}.`;
+      "reduce-scatter": `now it has its shard of the sum of all ranks' gradients of ${name}, and divides it by ${rec.ranks}`,
+      "all-reduce": `now it has the sum of all ranks' gradients of ${name}, and divides it by ${rec.ranks}`,
+    }[kind] || "now it has what was sent";
+    const meanwhile = more ? "" : " in the background";
+    return `The ${kind} of ${name} has ended on rank ${rank}${meanwhile}: ${result}.`;
   }
   if (what === "free") {
     const [column, nbytes] = more, what2 = column ? "whole gradients" : "gathered parameters";
-    return `${who} frees the ${what2} of ${rowName(rec, subject)}: ${megabytes(nbytes)} are given back. Its own shard stays.`;
+    return `${who} frees the ${what2} of ${rowName(rec, subject)}: ${megabytes(nbytes)} are free again. Its own shard stays.`;
   }
-  if (what === "updated") return `${who} has updated what it owns: these weights are version n+1 now (the yellow corners).`;
+  if (what === "updated") return `${who} has updated the weights that it owns. They are now version n+1 (the yellow corners).`;
   if (what === "error") return `${who} stops with an error: ${subject.length > 240 ? `${subject.slice(0, 240)} ...` : subject}`;
   const most = rec.live[rank].reduce((peak, _, i) => Math.max(peak, liveAt(rec, rank, i)), 0);
-  return `${who} is through with the step. It has sent ${megabytes(rec.sent[rank])}, and at most ${megabytes(most)} were alive.`;
+  return `${who} has finished the step. It has sent ${megabytes(rec.sent[rank])}, and its peak memory was ${megabytes(most)}.`;
 }
 
 // Bytes alive on a rank after point i of its `live`.
@@ -88,21 +96,41 @@ function liveAt(rec, rank, i) {
   return Object.values(now).reduce((sum, bytes) => sum + bytes, 0);
 }
 
-// Before event k: what will this rank do next? Null if there is nothing to ask; else the question, four answers, and
-// which of them is right. The wrong ones are what the same rank does at other moments of the step, the nearest first.
-// The root is not asked for: its work has no one place (embedding, head, loss) that a reader could know.
+// Before event k: what does this rank do next, or which line runs next? Null if there is nothing to ask. Else the
+// question, four answers, and which of them is right. The wrong answers are from other moments of the same rank's step,
+// the nearest first. Nothing is asked about the root's computation: its parts (embedding, head, loss) are in several
+// places, so a reader could not know when it comes.
 const ASKED = ["compute", "issue", "free", "updated"];
-const asked = ([, , what, subject]) => ASKED.includes(what) && !(what === "compute" && subject === "root");
+const isAsked = ([, , what, subject]) => ASKED.includes(what) && !(what === "compute" && subject === "root");
 function question(rec, k) {
-  if (k >= rec.events.length || !asked(rec.events[k])) return null;
-  const event = rec.events[k], rank = event[1], right = action(rec, event);
-  const others = rec.events.map((other, i) => [other, Math.abs(i - k)])
-    .filter(([other]) => other[1] === rank && asked(other))
-    .sort((a, b) => a[1] - b[1]).map(([other]) => action(rec, other));
+  if (k >= rec.events.length || !isAsked(rec.events[k])) return null;
+  const rank = rec.events[k][1];
+  const line = k % 2 ? questionOf(rec, k, runsALine, (i) => lineAnswer(rec, i)) : null;
+  if (line) return { ...line, lines: true, text: `Which of these lines runs next on rank ${rank}?` };
+  const what = questionOf(rec, k, (_, i) => isAsked(rec.events[i]), (i) => action(rec, rec.events[i]));
+  return what && { ...what, lines: false, text: `What does rank ${rank} do next?` };
+}
+
+// A computation has no line of its own: \`loss.backward()\` and the call of the model run all the time.
+function runsALine(rec, k) {
+  return ["issue", "free", "updated"].includes(rec.events[k][2]) && isCaused(rec, k);
+}
+
+function lineAnswer(rec, k) {
+  const way = wayTo(rec, k), [chapter, line] = way[way.length - 1];
+  return `zero${chapter}.py, line ${line}: ${codeOf(rec, [chapter, line])}`;
+}
+
+function questionOf(rec, k, may, answer) {
+  if (!may(rec, k)) return null;
+  const right = answer(k);
+  const others = rec.events.map((event, i) => [event, i])
+    .filter(([event, i]) => event[1] === rec.events[k][1] && may(rec, i))
+    .sort((a, b) => Math.abs(a[1] - k) - Math.abs(b[1] - k)).map(([, i]) => answer(i));
   const wrong = [...new Set(others)].filter((text) => text !== right).slice(0, 3);
   if (wrong.length < 3) return null;
   const place = (k * 7 + 3) % 4;       // not always the same place, but the same each time
   const answers = wrong.slice();
   answers.splice(place, 0, right);
-  return { k, text: `What does rank ${rank} do next?`, answers, right: place };
+  return { k, answers, right: place };
 }
