@@ -24,8 +24,6 @@ from zerolab.measure import step_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.ratios import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
-from zerolab.properties.conform import OUTCOMES
-from zerolab.properties.property import library
 from zerolab.run import options as common
 from zerolab.run.command_line import Parser, one_line
 from zerolab.run.ranks import ROOT
@@ -160,28 +158,30 @@ def exhibits() -> str:
 
 
 CONFORMANCE = "conform-cpu.json"
+OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")  # of a test: tests/conformance/report.py
 
 
 def conformance() -> str:
-    """How many properties end how, for every engine that was asked."""
+    """How many tests have which outcome, for every engine that was asked."""
     report, rows = result(CONFORMANCE), []
     for name, found in report["engines"].items():
         count = Counter(one["outcome"] for one in found.values())
         rows.append([f"`{name}`", *(str(count[outcome]) for outcome in OUTCOMES)])
-    said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{versions} (`results/{CONFORMANCE}`)."
 
 
 def conformance_differs() -> str:
-    """The properties in which some engine is wrong, crashes or hangs: who does so."""
+    """The tests in which some engine is wrong, crashes or hangs, and which engines do."""
     engines, rows = result(CONFORMANCE)["engines"], []
-    for name in library():
+    names = dict.fromkeys(name for found in engines.values() for name in found)
+    for name in names:
         ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
         bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
-        right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
+        correct = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "correct")
         if bad:
-            rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
-    return table("property | who is not right | who is", rows)
+            rows.append([f"`{name}`", ", ".join(bad), correct or "none"])
+    return table("test | not correct | correct", rows)
 
 
 def exhibits_of(which: str) -> str:
