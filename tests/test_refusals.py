@@ -1,4 +1,4 @@
-"""A mistake on the command line is one line, in every command, before anything is written and before any rank starts."""
+"""A mistake on the command line is one line in every command, before anything is written or any rank starts."""
 
 import re
 import tomllib
