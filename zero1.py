@@ -307,9 +307,7 @@ def check_optimizer(model, optimizer, several_groups=False):
         raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
     foreign = in_optimizer - set(model.parameters())
     if foreign:
-        raise ValueError(
-            f"the optimizer has {len(foreign)} tensors that are not parameters of the model: use model.parameters()"
-        )
+        raise ValueError(f"{len(foreign)} of the optimizer's parameters are not the model's: use model.parameters()")
     if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 

@@ -186,4 +186,4 @@ def test_what_is_to_be_read_exists(number):
 def test_a_number_that_does_not_exist(capsys):
     with pytest.raises(SystemExit) as leaving:
         museum.main(["99"])
-    assert leaving.value.code == 2 and "no bug 99" in capsys.readouterr().err
+    assert leaving.value.code == 2 and "no bug '99'" in capsys.readouterr().err

@@ -171,7 +171,8 @@ def check_model(model):
         if isinstance(param, FreedParameter) or bucket_of(param) is not None:
             raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
         if param.numel() and not param.is_meta:
-            first = owner.setdefault(tensor_parallel.local(param).data_ptr(), name)
+            local = tensor_parallel.local(param)
+            first = owner.setdefault((local.untyped_storage()._cdata, local.storage_offset()), name)
             if first != name:
                 raise ValueError(
                     f"{first!r} and {name!r} share memory, and would not after the build. To tie two weights, use one "
