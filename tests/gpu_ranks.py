@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import helpers
 
-STARTING = 300  # seconds for the ranks to import torch and to meet
+STARTING = 600  # seconds for the ranks to import torch and to meet
 
 
 class OnGpus:
@@ -44,9 +44,11 @@ class GpuPool(helpers.Pool):
             theirs.close()
             self.pipes.append(pipe)
             self.processes.append(process)
-        for pipe in self.pipes:
-            if pipe.poll(STARTING):
-                pipe.recv()  # None: the rank is ready. Or EOFError: it died
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(STARTING):
+                self.kill()
+                raise TimeoutError(f"rank {rank} did not start within {STARTING} s")
+            pipe.recv()  # None: the rank is ready. Or EOFError: it died
 
     def end(self):
         for pipe in self.pipes:

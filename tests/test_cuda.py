@@ -164,4 +164,4 @@ def test_a_chapter_runs(chapter):
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count(" MB of optimizer state") == ranks, done.stdout
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert losses[-1] < losses[0] / 2, done.stdout
+    assert losses[-1] < losses[0] - 1.5, done.stdout

@@ -62,7 +62,12 @@ OF_ENGINES = {
         "        if self.options.offload_policy is not None:\n",
         {"zero3": OFFLOAD},
     ),
-    "the host reads a new shard": (UNIT, "offload.wait_for_copies(self.flat.device)", "pass", OF_ALL),
+    "the host reads a new shard": (  # at the end of a build of ZeRO-3 the ranks agree, for which the host waits anyway
+        UNIT,
+        "offload.wait_for_copies(self.flat.device)",
+        "pass",
+        {"zero1": OFFLOAD, "zero2": OFFLOAD},
+    ),
 }
 
 # A whole state or a checkpoint is written into the shards here.

@@ -272,5 +272,8 @@ def test_loading_waits_for_copies(on_gpus, name):
     begins when all has been read.
     """
     module, old, new, stage, _ = LOADING_LINES[name]
-    (found,) = on_gpus(1, cases.loads_without, module=module, old=old, new=new, stage=stage)
+    for _ in range(3):  # a busy machine has hidden it once: whatever else waits for the device hides it
+        (found,) = on_gpus(1, cases.loads_without, module=module, old=old, new=new, stage=stage)
+        if found:
+            break
     assert named(found), found
