@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torch.nn import functional as F
 
-from zerolab.engine.checkpoint import files
+from zerolab.engine.checkpoint import folders
 from zerolab.run import process_group, train
 from zerolab.run.endings import LAUNCHER
 
-write = files.write
+write = folders.write
 
 
 def comes(trouble: str, step: int) -> bool:
@@ -50,12 +50,12 @@ class Disturbed(train.Training):
 
 
 def hang_and_write(state, *args):
-    about = state.get(("extra", "1"))  # what rank 1 writes, and it alone
+    (about,) = state["extra"].get("1", (None,))  # only rank 1 writes this
     if about and comes("hang_in_save", about["step"]):
         hang()
     return write(state, *args)
 
 
 if __name__ == "__main__":
-    train.GPT, train.Training, files.write = Dropping, Disturbed, hang_and_write
+    train.GPT, train.Training, folders.write = Dropping, Disturbed, hang_and_write
     process_group.run(train.main)

@@ -65,6 +65,8 @@ class Solution:
             bucket.shard.grad = mine
 
         def reduce_gradients(self):
+            if self.reduced:
+                return
             self.check_gradients()
             works = []
             for bucket in self.buckets:
@@ -73,11 +75,13 @@ class Solution:
                 work.wait()
                 self.finish_reduce(self.buckets[index])
             self.reduced = True
+            self.cleared = False
 
         def step(self):
             self.reduce_gradients()
             self.optimizer.step()
             gather_parameters(self.buckets)
+            self.reduced = False
 
     def gather_parameters(buckets):
         works = []
@@ -112,6 +116,8 @@ class DivideEverything:
 class AverageInTheCollective:
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             self.check_gradients()
             works = {}
             for bucket in self.buckets:
@@ -121,6 +127,7 @@ class AverageInTheCollective:
                 bucket.gradient.div_(self.world_size)
                 bucket.shard.grad = bucket.gradient[bucket.own]
             self.reduced = True
+            self.cleared = False
 
 
 class LayOutWithALoop:
@@ -181,6 +188,7 @@ class WaitInAnyOrder:
             works = [bucket.gather() for bucket in self.buckets]
             for work in reversed(works):
                 work.wait()
+            self.reduced = False
 
     def gather_parameters(buckets):
         for work in [bucket.gather() for bucket in buckets][::-1]:
@@ -439,11 +447,14 @@ class OneAfterTheOther:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             self.check_gradients()
             for bucket in self.buckets:
                 self.start_reduce(bucket).wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class NobodyWaits:
@@ -451,11 +462,14 @@ class NobodyWaits:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             self.check_gradients()
             for bucket in self.buckets:
                 self.start_reduce(bucket)
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class NothingIsChecked:
@@ -463,11 +477,14 @@ class NothingIsChecked:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             works = [self.start_reduce(bucket) for bucket in self.buckets]
             for bucket, work in zip(self.buckets, works):
                 work.wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class CheckedAfterTheFirstSend:
@@ -475,6 +492,8 @@ class CheckedAfterTheFirstSend:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             works = []
             for bucket in self.buckets:
                 works.append(self.start_reduce(bucket))
@@ -483,6 +502,7 @@ class CheckedAfterTheFirstSend:
                 work.wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class MissingLookedForInOneBucket:
@@ -490,6 +510,8 @@ class MissingLookedForInOneBucket:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             first = self.buckets[0]
             if any(param.grad is not grad for param, grad in zip(first.params, first.grads)):
                 raise RuntimeError("a gradient was replaced")
@@ -498,6 +520,7 @@ class MissingLookedForInOneBucket:
                 work.wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class MissingOnlyIfAllOfABucketAre:
@@ -505,6 +528,8 @@ class MissingOnlyIfAllOfABucketAre:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             for bucket in self.buckets:
                 if all(param.grad is not grad for param, grad in zip(bucket.params, bucket.grads)):
                     raise RuntimeError("all gradients of a bucket were replaced")
@@ -513,6 +538,7 @@ class MissingOnlyIfAllOfABucketAre:
                 work.wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class LeavesOutPaddingBuckets:
@@ -520,6 +546,8 @@ class LeavesOutPaddingBuckets:
 
     class ZeRO1:
         def reduce_gradients(self):
+            if self.reduced:
+                return
             self.check_gradients()
             mine = [bucket for bucket in self.buckets if bucket.shard.any()]
             works = [self.start_reduce(bucket) for bucket in mine]
@@ -527,6 +555,7 @@ class LeavesOutPaddingBuckets:
                 work.wait()
                 self.finish_reduce(bucket)
             self.reduced = True
+            self.cleared = False
 
 
 class GatheredInTheDefaultGroup:
@@ -596,6 +625,7 @@ class UpdatesBeforeReducing:
             self.optimizer.step()
             self.reduce_gradients()
             gather_parameters(self.buckets)
+            self.reduced = False
 
 
 class DoesNotUpdate:
@@ -605,6 +635,7 @@ class DoesNotUpdate:
         def step(self):
             self.reduce_gradients()
             gather_parameters(self.buckets)
+            self.reduced = False
 
 
 class DoesNotGather:
@@ -614,3 +645,4 @@ class DoesNotGather:
         def step(self):
             self.reduce_gradients()
             self.optimizer.step()
+            self.reduced = False

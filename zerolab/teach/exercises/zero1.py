@@ -71,7 +71,8 @@ REDUCE_ALL = Blank(
         "self.check_gradients() raises an error for a gradient that is not in its bucket: before the first "
         "collective, "
         "else the other ranks wait forever. Start all of self.buckets (self.start_reduce returns the work), then wait "
-        "for each work and finish its bucket (self.finish_reduce). self.reduced is True from here on.",
+        "for each work and finish its bucket (self.finish_reduce). From here on self.reduced is True and self.cleared "
+        "is False. If self.reduced is True already, there is nothing to do.",
     ),
     target="about {lines} lines; all buckets in flight at once",
     read="the docstring above the blank",
@@ -95,8 +96,7 @@ STEP = Blank(
         "Which of the three needs what another one leaves behind?",
         "self.reduce_gradients(), then the optimizer's step, then gather_parameters(self.buckets). Wrap each in "
         'record_function("step 3 reduce gradients"), "step 4 update the shard", "step 5 gather parameters": '
-        "that is how "
-        "a profile shows the steps.",
+        "that is how a profile shows the steps. After the last one self.reduced is False.",
     ),
     target="about {lines} lines; optimizer state 8Ψ/N bytes",
     read="the arithmetic at the top of the file; take_over, which gives the optimizer the shards",
