@@ -63,7 +63,7 @@ memory | report) module=zerolab.measure.$command ranked= ;; # a report starts it
 bug) module=zerolab.teach.museum ranked= ;; # and so do this, check, conform and watch
 plan) module=extra.planner ranked= ;;
 watch) module=extra.watch ranked= ;;
-conform) module=zerolab.properties.conform ranked= ;;
+conform) module=tests.conformance.command ranked= ;;
 sweeps) fail "sweeps is an option now: ./launch.sh bench --sweeps" ;;
 ratios) fail "ratios is an option now: ./launch.sh bench --ratios FILE..." ;;
 figures) fail "figures are drawn by ./launch.sh docs, one of them by docs --figure NAME" ;;

@@ -247,7 +247,7 @@ class Bucket:
         return flat
 
     def make_shard(self):
-        """What the optimizer updates: this rank's part of `flat`. A leaf of autograd's graph, as optimizers require."""
+        """This rank's part of `flat`, which the optimizer updates. It is a leaf, because optimizers require leaves."""
         return self.flat[self.own].detach()
 
     def place(self, flat, index):
@@ -443,7 +443,7 @@ def main(stage):
 # `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
 # `broadcast_whole` in `flatten`  each rank trains its own model, with the mean of gradients of different models
 #
-# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+# The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held, DDP     4Ψ parameters + 4Ψ gradients + 8Ψ optimizer state        7e9 parameters: 112 GB
 #     held, here    4Ψ parameters + 4Ψ gradients + 8Ψ/N optimizer state      N = 8: 63 GB

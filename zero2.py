@@ -10,7 +10,7 @@ freed.
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-A simple version keeps all gradients until backward is over, as the article's version does. To do better, step 3 must
+A simple version, such as the article's, keeps all gradients until backward is over. To do better, step 3 must
 run inside step 2. Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
@@ -299,7 +299,7 @@ def weak_hook(method, *objects):
 # `self.receive()` in `send`  all buckets are in flight at the end of backward, each with its whole gradients
 # `weak_hook`                 a stage that was dropped stays in memory, and its model with it
 #
-# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+# The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     7e9 parameters, N = 8: 38.5 GB
 #     peak   4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes and one backward per step, without activations

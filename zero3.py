@@ -287,9 +287,10 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
+        # What a forward without a backward has gathered becomes stale. A gather in flight still reads the shards.
+        self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
-        self.free_all()  # a forward without a backward has left the root gathered, with weights that are stale now
 
     def reduce_gradients(self):
         """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""
@@ -419,7 +420,7 @@ def in_backward():
 # `free_all` in `step`            a root that a forward without a backward left gathered is used with stale weights
 # `free_all` in `__call__`        the same after an evaluation, and its memory stays in use
 #
-# What it costs. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
+# The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state      7e9 parameters, N = 8: 14 GB
 #     peak   16Ψ/N + R + H + 4U - (R + 2U)/N, with prefetch 1 and without activations (R, U: bytes of root and unit)

@@ -54,11 +54,12 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def on_gpus():
-    """`on_gpus(2)`: a pool of two ranks with a GPU each over NCCL, or over gloo where GPUs are shared."""
-    import torch
-    from pool import Pool
+    """`on_gpus(2, function, **arguments)` calls a function of a module on two ranks with GPUs (gpu_ranks.py)."""
+    from gpu_ranks import OnGpus
 
-    yield from pools(lambda size: Pool(size, "nccl" if size <= torch.cuda.device_count() else "gloo", device="cuda"))
+    ranks = OnGpus()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")
@@ -72,19 +73,20 @@ def quick_python():
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also what takes long (tests/long.txt)")
     parser.addoption("--thorough", action="store_true", help="further sizes and options of what other tests hold")
+    # For tests/conformance. They are here because pytest reads options before it comes to a folder below.
+    parser.addoption("--engine", action="append", default=[], metavar="NAME|FILE", help="ask this engine (repeatable)")
+    parser.addoption("--ranks", type=int, help="where a test supports it, on so many ranks")
+    parser.addoption("--conform-json", metavar="FILE", help="where to write the outcomes of --engine")
+    parser.addoption("--patience", type=int, metavar="SECONDS", help="how long a collective may take: 60")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: left to CI, and to who names it (tests/long.txt, --long)")
+    config.addinivalue_line("markers", "long: left to CI (tests/long.txt, --long, or -m long)")
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
-    asked = [f"({config.option.markexpr})"] if config.option.markexpr else []  # by -m
-    if not config.option.thorough:
-        asked.append("not thorough")
-        named = config.option.keyword or config.args_source is config.ArgsSource.ARGS
-        if not named and not config.option.long:
-            asked.append("not long")
-    config.option.markexpr = " and ".join(asked)
+    if not config.option.markexpr:
+        left_out = {"long": config.option.long, "thorough": config.option.thorough}
+        config.option.markexpr = " and ".join(f"not {name}" for name, asked in left_out.items() if not asked)
 
 
 # They share the runs of 7b; and test_train's story goes on meanwhile.
@@ -92,7 +94,6 @@ TOGETHER = {
     "test_memory": "dry runs",
     "test_articles": "dry runs",
     "test_train": "2 ranks",
-    "test_properties": "2 ranks",
 }
 # What takes longest begins first, so that both workers end together. The others are short.
 LONGEST = ["2 ranks", "dry runs", "test_museum", "test_exercises", "3 ranks", "4 ranks", "test_ranks",

@@ -30,11 +30,28 @@ from torch.utils.checkpoint import checkpoint
 # Ranks. Starting a process takes seconds, so the ranks of each number are started once and then get all its tests.
 
 TIMEOUT = 60  # seconds, for a collective and for a whole test
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]  # what ranks need not import one by one
 pools = {}  # number of ranks -> its Pool
 
 
 class RankFailed(AssertionError):
-    """A rank failed, died or hung. The message has its traceback."""
+    """A rank failed, died or hung. The message has its traceback.
+
+    failures   {rank: the text of its traceback, or what it raised `Reported` with}
+    died       {rank: exit code}
+    silent     ranks that gave no answer
+    """
+
+    def __init__(self, failures, died, silent):
+        lines = [str(failure) for failure in failures.values()]
+        lines += [f"rank {rank} died, exit code {code}" for rank, code in died.items()]
+        lines += [f"no answer from the ranks {silent}"] if silent else []
+        super().__init__("\n".join(lines))
+        self.failures, self.died, self.silent = failures, died, silent
+
+
+class Reported(Exception):
+    """A rank raises it with a failure that is ready to be sent."""
 
 
 def run_on_ranks(ranks, function, *args, **kwargs):
@@ -43,7 +60,7 @@ def run_on_ranks(ranks, function, *args, **kwargs):
     Raises RankFailed with the traceback of each rank that failed. The next call then gets new ranks.
     """
     if ranks not in pools:
-        pools[ranks] = Pool(ranks)
+        pools[ranks] = Pool(ranks, TIMEOUT)
     try:
         return pools[ranks].run(function, args, kwargs)
     except BaseException:
@@ -66,16 +83,17 @@ def run_body(module, name, arguments):
 
 
 class Pool:
-    def __init__(self, ranks):
+    def __init__(self, ranks, timeout):
         # Ranks are forked from a server that has imported torch and started no thread. Of this process they cannot be:
         # after a fork torch's threads are missing, and gloo hangs.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"])
+        context.set_forkserver_preload(PRELOADED)
+        self.timeout = timeout
         self.folder = tempfile.TemporaryDirectory()  # has the file in which the ranks meet
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, ranks, self.folder.name, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, ranks, timeout, self.folder.name, theirs), daemon=True)
             process.start()
             theirs.close()  # so that a rank that dies closes the pipe
             self.pipes.append(pipe)
@@ -84,9 +102,9 @@ class Pool:
     def run(self, function, args, kwargs):
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
-        results, failures = {}, []
+        results, failures, died = {}, {}, {}
         waiting = dict(zip(self.pipes, range(len(self.pipes))))
-        deadline = time.monotonic() + 2 * TIMEOUT
+        deadline = time.monotonic() + 2 * self.timeout
         while waiting and (ready := wait(waiting, max(0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = waiting.pop(pipe)
@@ -94,14 +112,14 @@ class Pool:
                     results[rank], failure = pipe.recv()
                 except EOFError:
                     self.processes[rank].join(10)
-                    failure = f"rank {rank} died, exit code {self.processes[rank].exitcode}"
-                if failure:
-                    failures.append(failure)
-                    deadline = min(deadline, time.monotonic() + 5)  # the others may wait for this one
-        if waiting:
-            failures.append(f"no answer from the ranks {sorted(waiting.values())}")
-        if failures:
-            raise RankFailed("\n".join(failures))
+                    died[rank] = self.processes[rank].exitcode
+                else:
+                    if failure is not None:
+                        failures[rank] = failure
+            if failures or died:
+                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for these
+        if failures or died or waiting:
+            raise RankFailed(failures, died, sorted(waiting.values()))
         return [results[rank] for rank in sorted(results)]
 
     def kill(self):
@@ -111,11 +129,11 @@ class Pool:
         self.folder.cleanup()
 
 
-def serve(rank, ranks, folder, pipe):
+def serve(rank, ranks, timeout, folder, pipe):
     """A rank: call what the pipe brings, until it closes."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:
@@ -125,6 +143,8 @@ def serve(rank, ranks, folder, pipe):
         torch.manual_seed(1000 + rank)  # differs between ranks: what must be equal has to be made equal
         try:
             pipe.send((function(*args, **kwargs), None))
+        except Reported as error:
+            pipe.send((None, error.args[0]))
         except BaseException:
             pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
 
@@ -213,45 +233,6 @@ class Recomputed(Blocks):
         return checkpoint(block, x, use_reentrant=False)
 
 
-class PartlyRecomputed(Blocks):
-    """Each block runs a part of itself again in backward, and returns a tuple with a dictionary, as T5 does."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(TupleBlock() for _ in range(3))
-
-    def call(self, block, x):
-        x, (half, others) = block(x)
-        return x + half - others["input"]
-
-
-class TupleBlock(Block):
-    def forward(self, x):
-        half = checkpoint(lambda x: torch.tanh(self.up(x)), x, use_reentrant=False)
-        y = nn.functional.linear(half, self.down)
-        return y * self.scale, (y / 2, {"input": x})
-
-
-class AuxiliaryLoss(Blocks):
-    """Blocks keep a loss, which uses their weights and leaves them by no output."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(3))
-
-
-class KeepingBlock(Block):
-    def forward(self, x):
-        self.loss = self.up(x).square().mean()
-        return super().forward(x)
-
-
-def mse_and_auxiliary(model, inputs, targets):
-    loss = mse(model, inputs, targets)
-    blocks = (model if isinstance(model, nn.Module) else model.model).blocks
-    return loss + sum(block.loss for block in blocks)
-
-
 class Twice(Blocks):
     """One block runs twice in a forward."""
 
@@ -328,7 +309,7 @@ def different_on_ranks(model):
     model = copy.deepcopy(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            in_memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            in_memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
             in_memory += dist.get_rank() / 10
     return model
 
@@ -426,7 +407,6 @@ def same(found, expected, tolerance=0.0, what="value"):
         assert found == expected, f"{what}: {found!r}, expected {expected!r}"
     else:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-        found, expected = (each if each.is_complex() else each.double() for each in (found, expected))  # bool, float8
         apart = (found - expected).abs().max().item() if found.numel() else 0.0
         assert apart <= tolerance, f"{what}: differs by {apart:.3g}, at most {tolerance:.3g} is allowed"
 

@@ -7,12 +7,11 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import Blocks, own_batch, seeded
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from zerolab.properties import fixtures
-from zerolab.run.engines import CHAPTERS
+from zerolab.run.engines import CHAPTERS, STAGES
 from zerolab.teach import changes
 
 OLD = '''
@@ -106,7 +105,7 @@ def test_every_method_is_told_once_and_what_stays_stays_in_order():
 
 @pytest.mark.parametrize("stages, more", (
     (CHAPTERS, set()),
-    (fixtures.STAGES, {"no_sync", "clip_grad_norm_", "full_state_dict"}),
+    (STAGES, {"no_sync", "clip_grad_norm_", "full_state_dict"}),
 ), ids=("chapters", "engines"))  # fmt: skip
 def test_a_loop_calls_the_same_in_every_stage(stages, more):
     """A script goes from one stage to another by its name alone. (A later stage has more: its moments, its options.)"""
@@ -129,11 +128,11 @@ def test_the_steps_stand_in_the_chapter_itself():
 
 def labels_of_a_step(stage: str) -> list[tuple[str, str | None]]:
     """(label, the label around it) of building an engine and one training step, in the order of their beginnings."""
-    model = fixtures.seeded(fixtures.OddModel, dtype=torch.float32)
-    inputs, targets = fixtures.token_batch(0, dist.get_rank())
+    model = seeded(Blocks, dtype=torch.float32)
+    inputs, targets = own_batch(0, dtype=torch.float32)
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         engine = CHAPTERS[stage](model, torch.optim.AdamW(model.parameters()))
-        engine.training_step(inputs, targets, F.cross_entropy)
+        engine.training_step(inputs, targets, F.mse_loss)
     found = []
     for event in sorted(watched.events(), key=lambda event: event.time_range.start):
         if event.name.startswith("step "):

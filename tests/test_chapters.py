@@ -21,22 +21,18 @@ import torch
 import torch.distributed as dist
 from helpers import (
     MOMENTUM,
-    AuxiliaryLoss,
     Blocks,
     Dtypes,
     Frozen,
     Nested,
     Pair,
-    PartlyRecomputed,
     Recomputed,
     Recorder,
     Tied,
     Tiny,
     Twice,
     batch,
-    concatenated,
     mse,
-    mse_and_auxiliary,
     on_every_rank,
     own_batch,
     raised_on_every_rank,
@@ -68,92 +64,17 @@ all_ranks = pytest.mark.parametrize("ranks", [2, *long(1, 3, 4)])
 
 # Losses and weights.
 
-MODELS = [Blocks, Tied, Frozen, Recomputed, PartlyRecomputed, Twice, Tiny, Dtypes, Nested]
-
 
 @all_ranks
 @stages
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [Blocks, Tied, Frozen, Recomputed, Twice, Tiny, Dtypes, Nested])
 @on_every_rank
 def test_trains_as_one_process_on_the_concatenated_batch(ranks, stage, make):
-    """Losses and weights equal one process's: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
+    """Losses and weights are those of one process: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
 
     In float64, where the order of a sum makes 1e-15 and any mistake makes more than 1e-12.
     """
     Pair(stage, seeded(make)).train()
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_a_loss_that_leaves_a_unit_by_a_side_path(ranks, stage):
-    """A loss that a block keeps as an attribute has the correct gradient, also where its weights were freed."""
-    Pair(stage, seeded(AuxiliaryLoss)).train(loss=mse_and_auxiliary)
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_graphs_may_be_used_twice_and_in_any_order(ranks, stage):
-    """Two forwards before their backwards, the later one's first; and a graph that is kept for a second backward."""
-    pair = Pair(stage, seeded(Tied))
-    for step in range(2):
-        for model, data in (pair.plain, partial(concatenated, ranks=pair.ranks)), (pair.engine, own_batch):
-            first, second = mse(model, *data(2 * step)), mse(model, *data(2 * step + 1))
-            second.backward(retain_graph=True)
-            first.backward()
-            second.backward()
-        pair.step()
-    pair.check_weights()
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_hooks_of_users(ranks, stage):
-    """Hooks on weights and on modules do what they do in plain torch, those on units included."""
-    model = seeded(Blocks)
-    model.blocks[0].register_forward_hook(lambda module, inputs, output: output * module.scale)
-    model.blocks[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * module.scale,))
-    pair = Pair(stage, model)
-    for each in (pair.plain, pair.engine.model):
-        each.blocks[1].up.weight.register_hook(lambda gradient: gradient / 2)
-        each.blocks[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + module.scale,))
-        each.blocks[1].register_full_backward_hook(lambda module, into, out: tuple(each / 2 for each in into))
-    pair.train()
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_gradients_may_be_read_and_changed_after_reduce_gradients(ranks, stage):
-    """From then on `shard.grad` is this rank's part of the mean, and `step()` uses it as it is."""
-    pair = Pair(stage, seeded(Blocks))
-    for step in range(2):
-        pair.backward(step)
-        pair.engine.reduce_gradients()
-        squares = sum(shard.grad.square().sum() for shard in pair.optimizers[1].param_groups[0]["params"])
-        dist.all_reduce(squares)
-        norm = nn.utils.get_total_norm([param.grad for param in pair.plain.parameters()])
-        same(squares.sqrt(), norm, 1e-12, "the norm of all gradients")
-        for optimizer in pair.optimizers:
-            for param in optimizer.param_groups[0]["params"]:
-                param.grad *= 0.5
-        pair.step()
-    pair.check_weights()
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_gradients_add_up_until_they_are_cleared(ranks, stage):
-    """Steps without `zero_grad()` do what they do in plain torch."""
-    pair = Pair(stage, seeded(Blocks))
-    for step in range(3):
-        pair.backward(step)
-        pair.optimizers[0].step()
-        pair.engine.step()
-    pair.check_weights()
 
 
 OPTIONS = {
@@ -296,7 +217,7 @@ def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(ranks, stage):
 @stages
 @on_every_rank
 def test_other_layers_train_as_under_ddp(ranks, stage):
-    """Convolutions in channels_last, LSTMs, attention, batch and weight norm and dropout train as under DDP."""
+    """Convolutions in channels_last, LSTMs, attention, batch and weight norm, dropout: as under DDP, to 1e-6."""
 
     class Layers(nn.Module):
         def __init__(self):
@@ -471,18 +392,6 @@ def test_held_bytes_are_the_accounting(ranks, stage):
     same(found, (*expected[:2], expected[2] + counters), what="bytes of parameters, gradients, optimizer state")
     kept = expected[0] + expected[2] + counters + (whole if stage is ZeRO1 else 0)
     same(after_zero_grad, kept, what="bytes of all tensors alive after zero_grad()")
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_state_that_a_constructor_makes_is_sharded(ranks, stage):
-    """Adagrad makes its state before the stage is built: the whole one is not kept."""
-    model = seeded(Wide, dtype=torch.float32)
-    size = storage_bytes(model.parameters())
-    engine = stage(model, torch.optim.Adagrad(model.parameters()))
-    counters = 4 * len(engine.optimizer.param_groups[0]["params"])
-    same(held_by(engine)[2], size // ranks + counters, what="bytes of optimizer state")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, *long(1, 4)])
@@ -721,11 +630,7 @@ REFUSED = {
     "Adafactor": (ValueError, "looks at whole tensors", lambda model: torch.optim.Adafactor(model.parameters())),
     "two groups": (ValueError, "parameter groups", two_groups),
     "left out": (ValueError, "not in the optimizer: ['head.weight'", lambda model: ADAMW([*model.parameters()][:-2])),
-    "foreign": (
-        ValueError,
-        "not parameters of the model",
-        lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))]),
-    ),
+    "foreign": (ValueError, "not the model's", lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))])),
     "stepped": (ValueError, "has made steps already", stepped),
     "all frozen": (ValueError, "nothing to train", lambda model: ADAMW(model.requires_grad_(False).parameters())),
     "meta": (ValueError, "move the model to one device", lambda model: ADAMW(model.to("meta").parameters())),
@@ -767,23 +672,25 @@ def test_refuses_inference_mode(ranks, stage):
 @two_ranks
 @stages
 @on_every_rank
-def test_refuses_a_model_in_ddp(ranks, stage):
-    """DDP averages gradients, too, and at another time."""
-    model = DistributedDataParallel(seeded(Blocks))
-    raised_on_every_rank(TypeError, "remove DDP", stage, model, MOMENTUM(model.parameters()))
+def test_refuses_the_optimizers_own_step(ranks, stage):
+    """`optimizer.step()` without the reduction would update nothing, or with local gradients."""
+    pair = Pair(stage, seeded(Blocks))
+    raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
+    if stage is not ZeRO1:
+        pair.engine.zero_grad()
+    mse(pair.engine, *own_batch(5))
+    pair.engine.zero_grad()
+    pair.train()
 
 
 @two_ranks
 @stages
 @on_every_rank
-def test_refuses_the_optimizers_own_step(ranks, stage):
-    """`optimizer.step()`, and so a GradScaler's, is refused before the gradients are reduced."""
-    pair = Pair(stage, seeded(Blocks), **({} if stage is ZeRO3 else {"bucket_mb": 0}))
-    raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
-    loss = mse(pair.engine, *own_batch(5))
-    raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
-    if stage is not ZeRO3:  # in ZeRO-3 all gradients are reduced when backward is over
-        loss.backward()
+def test_refuses_a_scaler(ranks, stage):
+    """A GradScaler steps the optimizer itself."""
+    pair = Pair(stage, seeded(Blocks))
+    mse(pair.engine, *own_batch(0)).backward()
+    if stage is ZeRO1:
         raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
     pair.engine.zero_grad()
     pair.train()
@@ -955,25 +862,6 @@ def test_zero2_refuses_a_second_gradient_of_a_bucket_that_was_not_complete(ranks
     raised_on_every_rank(RuntimeError, "no gradient for", pair.engine.step)
 
 
-class InPlace(Blocks):
-    """Changes a tensor that backward still needs."""
-
-    def call(self, block, x):
-        y = torch.exp(block(x) / 9)
-        doubled = y * 2
-        y.add_(1)
-        return doubled
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_refuses_saved_tensors_that_were_changed_in_place(ranks, stage):
-    """As plain torch does."""
-    pair = Pair(stage, seeded(InPlace))
-    raised_on_every_rank(RuntimeError, "place", mse(pair.engine, *own_batch(0)).backward)
-
-
 @two_ranks
 @moving
 @on_every_rank
@@ -1028,15 +916,13 @@ def test_goes_on_after_an_exception(ranks, stage):
 
 @two_ranks
 @stages
-@pytest.mark.parametrize("make", [Recomputed, AuxiliaryLoss])
 @on_every_rank
-def test_a_dropped_stage_is_freed(ranks, stage, make):
-    """Neither hooks nor autograd keep a stage or its model alive, nor does a loss that a block keeps."""
-    model = seeded(make)
+def test_a_dropped_stage_is_freed(ranks, stage):
+    """Neither hooks nor autograd keep a stage or its model alive."""
+    model = seeded(Recomputed)
     engine = stage(model, ADAMW(model.parameters()))
     for step in range(2):
         engine.training_step(*own_batch(step), nn.functional.mse_loss)
-    mse(engine, *own_batch(2))
     dropped = [weakref.ref(each) for each in (engine, model, engine.optimizer, next(model.parameters()))]
     del engine, model
     gc.collect()
@@ -1084,11 +970,10 @@ def empty_folder(tmp_path):
 
 @pytest.mark.parametrize("chapter", ["zero1", "zero2", "zero3"])
 def test_a_chapter_runs_by_torchrun_in_an_empty_folder(chapter, empty_folder):
-    """It needs only torch and earlier chapters. It learns, prints what each rank holds, and ends without a warning."""
+    """It needs only torch and earlier chapters, learns, prints what each rank holds, and ends without a warning."""
     before = cpu_seconds()
-    run = torchrun(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] + [f"{chapter}.py"], empty_folder
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{chapter}.py"]
+    run = torchrun(command, empty_folder)
     assert run.returncode == 0, run.stderr
     assert cpu_seconds() - before < 40  # 20 s on two cores that have nothing else to do
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]

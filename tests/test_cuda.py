@@ -1,22 +1,20 @@
 """What needs a GPU: one rank over NCCL, and one on each GPU, or two that share the only one over gloo.
 
-Without a GPU these are skipped. First come properties that tests/test_properties.py asks on the CPU, then cases for
-GPUs alone.
+Without a GPU these tests are skipped. The chapters and the engines, "zero1.py" and "zero1".
 """
 
 import argparse
 import gc
-import inspect
-import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import cases_cuda as cases
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerolab.properties import fixtures
-from zerolab.properties.property import examine, library
-
+ROOT = Path(__file__).resolve().parent.parent
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 SEVERAL = f"a rank on each of {GPUS} GPUs" if GPUS > 1 else "two ranks share a GPU"
@@ -24,65 +22,94 @@ SIZES = [
     pytest.param(1, id="one rank over NCCL", marks=needs_gpu),
     pytest.param(max(2, GPUS), id=SEVERAL, marks=needs_gpu),
 ]
-ZERO3 = [("zero3", {"prefetch": 0}), ("zero3", {}), ("zero3", {"reshard_after_forward": False})]
-LAYOUTS = [("zero1", {}), ("zero2", {}), *ZERO3]
-OFFLOADED = [(stage, {"offload_policy": CPUOffloadPolicy()}) for stage in fixtures.STAGES]
-OF_ALL_STAGES = [
-    ("held_bytes_equal_the_theory", {}),
-    ("held_bytes_equal_the_theory", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-    ("clipping_takes_the_norm_of_the_whole_model", {"norm_type": 2.0}),
-    ("an_overflow_on_one_rank_skips_the_step_on_all", {"overflow_on": 0}),
-]
-ON_A_GPU = [
-    # On more than two ranks in float64, to 1e-10: there sums have another order.
-    *(("equals_ddp_and_fsdp2", stage, options) for stage, options in LAYOUTS),
-    *((name, stage, case) for (name, case), stage in itertools.product(OF_ALL_STAGES, fixtures.STAGES)),
-    ("the_same_seed_gives_the_same_weights_on_meta", "zero3", {}),
-]
+on_ranks = pytest.mark.parametrize("ranks", SIZES)
+
+CHAPTERS = ["zero1.py", "zero2.py", "zero3.py"]
+ENGINES = ["zero1", "zero2", "zero3"]
+OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def test_what_is_asked_on_gpus_is_there():
-    """Also where there is no GPU to ask it."""
-    for name, _, case in ON_A_GPU:
-        inspect.signature(library()[name].check).bind("engine", **case, device="cuda")
+def every(stages, *options):
+    """Marks a test: each of the stages with each of these options."""
+    cases = [(stage, each) for each in options for stage in stages]
+    return pytest.mark.parametrize("stage, options", cases, ids=str)
 
 
-@pytest.mark.parametrize("name, stage, case", ON_A_GPU, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_holds_on_a_gpu(on_gpus, size, name, stage, case):
-    found = on_gpus(size).run(examine, name=name, engine=stage, case={**case, "device": "cuda"})
-    assert not any(found), found
+ZERO3 = [("zero3.py", {"prefetch": 0}), ("zero3", {"prefetch": 2}), ("zero3", {"reshard_after_forward": False})]
+LAYOUTS = [*((stage, {}) for stage in CHAPTERS + ENGINES), *ZERO3]
+with_offload = pytest.mark.parametrize("stage, options", LAYOUTS + [(stage, OFFLOAD) for stage in ENGINES], ids=str)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage", fixtures.STAGES)
-def test_the_allocators_peak_is_the_ledgers(on_gpus, size, stage):
-    for ratio in on_gpus(size).run(cases.allocators_peak, stage=stage):
+# Values.
+
+
+@on_ranks
+@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("stage", CHAPTERS + ENGINES)
+def test_trains_as_one_process(on_gpus, ranks, stage, model):
+    on_gpus(ranks, cases.equals_one_process, stage, model, {})
+
+
+@on_ranks
+@every(ENGINES, OFFLOAD, {"find_unused": True})
+def test_an_option_trains_as_one_process(on_gpus, ranks, stage, options):
+    on_gpus(ranks, cases.equals_one_process, stage, "Tied", options)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage, options", LAYOUTS + [(stage, MIXED) for stage in ENGINES], ids=str)
+def test_equals_ddp_and_fsdp2(on_gpus, ranks, stage, options):
+    on_gpus(ranks, cases.equals_ddp_and_fsdp2, stage, options)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", ENGINES)
+def test_clipping_takes_the_norm_of_the_whole_model(on_gpus, ranks, stage):
+    on_gpus(ranks, cases.clipping_takes_the_norm_of_the_whole_model, stage, norm_type=2.0)
+
+
+@on_ranks
+@every(ENGINES, {}, OFFLOAD)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on_gpus, ranks, stage, options):
+    on_gpus(ranks, cases.an_overflow_on_one_rank_skips_the_step_on_all, stage, options)
+
+
+@on_ranks
+def test_a_model_on_meta_starts_as_the_whole_one(on_gpus, ranks):
+    on_gpus(ranks, cases.a_model_on_meta_starts_as_the_whole_one)
+
+
+@on_ranks
+@every(ENGINES, OFFLOAD)
+def test_offload_changes_nothing(on_gpus, ranks, stage, options):
+    """Shards, gradients and the update are in the host's memory, which is pinned."""
+    on_gpus(ranks, cases.offload_changes_nothing, stage, options)
+
+
+# Memory.
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    "stage, options",
+    [(stage, {}) for stage in CHAPTERS + ENGINES] + [(stage, each) for each in (MIXED, OFFLOAD) for stage in ENGINES],
+    ids=str,
+)
+def test_held_bytes_are_the_accounting(on_gpus, ranks, stage, options):
+    on_gpus(ranks, cases.held_bytes_are_the_accounting, stage, options)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", CHAPTERS + ENGINES)
+def test_the_allocators_peak_is_the_ledgers(on_gpus, ranks, stage):
+    for ratio in on_gpus(ranks, cases.allocators_peak, stage):
         assert 0.99 < ratio < 2
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ddp_leaves_nothing_behind(on_gpus, size):
-    on_gpus(size).run(cases.ddp_leaves_nothing)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_collectives_wait_for_slow_kernels(on_gpus, size, stage, options):
-    on_gpus(size).run(cases.collectives_wait_for_compute, stage=stage, options=options)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage, options", LAYOUTS + OFFLOADED, ids=str)
-def test_kernels_wait_for_slow_collectives(on_gpus, size, stage, options):
-    assert all(on_gpus(size).run(cases.compute_waits_for_collectives, stage=stage, options=options))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stage", fixtures.STAGES)
-def test_offload_changes_nothing(on_gpus, size, stage):
-    """Shards, gradients and the update on the host; copies have streams of their own."""
-    on_gpus(size).run(cases.offload_changes_nothing, stage=stage)
+@on_ranks
+def test_ddp_leaves_nothing_behind(on_gpus, ranks):
+    on_gpus(ranks, cases.ddp_leaves_nothing)
 
 
 @needs_gpu
@@ -95,7 +122,7 @@ def test_out_of_memory_is_a_row_and_leaves_nothing():
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    # Enough for a rank of ZeRO-3 and not for DDP's: 16 bytes for each of 86 million parameters.
+    # Enough for a rank of ZeRO-3 but not for DDP's: 16 bytes for each of 86 million parameters.
     most = (torch.cuda.memory_reserved() + 1.2e9) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(most, 0)
     try:
@@ -106,3 +133,35 @@ def test_out_of_memory_is_a_row_and_leaves_nothing():
     assert found["zero3"]["peak_bytes"] < 1.2e9
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 2**26  # cuBLAS's workspaces, and nothing of the engines
+
+
+# Order.
+
+
+@on_ranks
+@with_offload
+def test_collectives_wait_for_slow_kernels(on_gpus, ranks, stage, options):
+    on_gpus(ranks, cases.collectives_wait_for_slow_kernels, stage, options)
+
+
+@on_ranks
+@with_offload
+def test_kernels_wait_for_slow_collectives(on_gpus, ranks, stage, options):
+    """That each wait is needed: extra/simulated_gpu/."""
+    on_gpus(ranks, cases.kernels_wait_for_slow_collectives, stage, options)
+
+
+# The chapters as readers run them.
+
+
+@needs_gpu
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_runs(chapter):
+    """It trains, and every rank prints what it holds."""
+    ranks = max(2, GPUS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*torchrun, chapter], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count(" MB of optimizer state") == ranks, done.stdout
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0] / 2, done.stdout

@@ -11,7 +11,6 @@ import forked
 import pytest
 import torch
 
-from zerolab.properties import foreign
 from zerolab.run.engine_file import NoEngine, _built, enter
 from zerolab.run.engines import ENGINES
 from zerolab.run.ranks import ROOT
@@ -102,9 +101,3 @@ def test_a_training_step_must_return_a_loss(returned):
     engine.training_step = lambda inputs, targets, loss_fn: returned
     with pytest.raises(NoEngine, match="must return this rank's loss"):
         _built(lambda *_: engine, model, None, None).training_step(None, None, None)
-
-
-def test_nobody_clips_for_an_engine_that_has_no_clipping():
-    mine = SimpleNamespace(model=None, optimizer=None, step=None, zero_grad=None, training_step=None)
-    with pytest.raises(foreign.NotApplicable, match="mine has no clip_grad_norm_"):
-        foreign.Foreign("mine", mine, [], False).clip_grad_norm_(1.0)

@@ -1,6 +1,7 @@
 """The ledgers, on cases whose answer is known by hand."""
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import Blocks, seeded
 from tables import TABLES
 from torch import nn
 from torch.nn import functional as F
@@ -29,7 +31,6 @@ from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.memory_parts import PartsLedger
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.traffic import TrafficLedger
-from zerolab.properties import fixtures
 from zerolab.run.counterparts import PlainStep
 from zerolab.run.data import Batches
 from zerolab.run.engines import CHAPTERS
@@ -42,9 +43,37 @@ from zerolab.run.process_group import Rank
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 
 
+class Stack(nn.Module):
+    """Six layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def vector_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), both (1, 32), different on every rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(1, 32, generator=generator), torch.randn(1, 32, generator=generator)
+
+
+def silent_group():
+    """A process group whose collectives move nothing and use no memory.
+
+    Gloo reduces a copy of a reduce-scatter's input, and releases buffers from its own thread, a moment after `wait()`.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    return dist.new_group(backend="fake", group_desc="silent")
+
+
 def built(stage: type, **options):
     """That chapter, around a stack of six layers."""
-    model = fixtures.seeded(lambda: fixtures.Stack(6, 32), dtype=torch.float32)
+    model = seeded(Stack, dtype=torch.float32)
     return stage(model, ADAMW(model.parameters()), **options)
 
 
@@ -54,10 +83,10 @@ def plain(model: nn.Module) -> PlainStep:
 
 def ledgers_agree_on_an_open_engine() -> None:
     """A ledger that was there from the start, and one that is opened on the finished engine, count the same bytes."""
-    batch = fixtures.vector_batch(0, dist.get_rank(), 32)
+    batch = vector_batch()
     for stage in CHAPTERS.values():
         with MemoryLedger() as early:
-            engine = built(stage, group=fixtures.silent_group())
+            engine = built(stage, group=silent_group())
             # A copy: of a batch from outside the ledger would count what forward takes a view of.
             engine.training_step(*[part.clone() for part in batch], F.mse_loss)
         with MemoryLedger(engine) as late:
@@ -71,7 +100,7 @@ STEPS = set(TABLES["trace"]["steps"])
 
 def the_timeline_of_a_step() -> None:
     """It has all six steps and every unit, and the collectives that the traffic ledger has."""
-    batch = fixtures.vector_batch(0, dist.get_rank(), 32)
+    batch = vector_batch()
     for stage in CHAPTERS.values():
         with Timeline() as construction:
             engine = built(stage)
@@ -289,7 +318,7 @@ def count_by_hand() -> list:
         dist.all_gather(list(whole.chunk(n)), shard)
         dist.barrier()
         whole.add_(1)
-    fixtures.seeded(fixtures.OddModel)  # nothing is counted outside
+    seeded(Blocks)  # nothing is counted outside
     return [(c.kind, c.whole_bytes, c.sent_bytes, c.step) for c in traffic.collectives] + [traffic.sent_bytes]
 
 
@@ -363,7 +392,7 @@ LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 def the_pages_code() -> None:
     """docs/measurements.md: each listing runs, as it stands there, on an engine of the reader's."""
-    inputs, targets = fixtures.vector_batch(0, dist.get_rank(), 32)
+    inputs, targets = vector_batch()
     engine = built(ZeRO3)
     given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss, "device": None}
     said = io.StringIO()

@@ -1,69 +1,77 @@
-"""The steps to write in the notebooks: a blank is told so, a right one passes, a wrong one is told what is wrong."""
+"""The steps to write in the notebooks: the check tells a blank, a correct solution and a mistake apart."""
 
 import json
 import re
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+import practice_solutions as solutions
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
 from zerolab.teach import practice
-from zerolab.teach.practice import tasks, threads
+from zerolab.teach.practice.tasks import TASKS
+from zerolab.teach.practice.threads import on_threads
 
-HERE = Path(__file__).parent
-DATA = tomllib.loads((HERE / "practice.toml").read_text())
-SAYS = {"otherwise": "right: ", "half": "not yet: ", "wrong": "not right yet: "}
-TRIED = []
-for name, each in DATA.items():
-    for kind in SAYS:
-        TRIED += [(name, kind, row) for row in each.get(kind, ())]
-
-BLANKS = {}  # task -> (the notebook's cell with the blank, what the cell below has checked)
-for file in HERE.parent.glob("notebooks/*.ipynb"):
-    cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
-    for above, below in pairwise("".join(cell["source"]) for cell in cells):
-        for name, given in re.findall(r'practice\.check\("(\w+)", (.+)\)', below):
-            BLANKS[name] = above, given
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 
-def check(name: str, written: str = "") -> bool:
-    """What the check says of the notebook's blank, and of what is written below it."""
-    above, given = BLANKS[name]
-    names = {"torch": torch, "fully_shard": fully_shard}
-    exec(f"{above}\n{written}", names)
-    return practice.check(name, eval(given, names))
+def blanks() -> dict[str, tuple[str, list[str]]]:
+    """{task: (the notebook's cell with the blank, the names that the cell below it checks)}"""
+    found = {}
+    for file in NOTEBOOKS.glob("*.ipynb"):
+        cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+        for above, below in pairwise("".join(cell["source"]) for cell in cells):
+            for task, given in re.findall(r'practice\.check\("(\w+)", (.+)\)', below):
+                found[task] = above, re.findall(r"\w+", given)
+    return found
 
 
 def test_every_task_is_tried_here():
-    assert set(DATA) == set(tasks.TASKS) == set(practice.WORDS) == set(BLANKS)
-    assert set(DATA) == {name for name, kind, _ in TRIED if kind == "wrong"}
+    for several in (solutions.CORRECT, solutions.WRONG):
+        assert {task for task, *_ in several} == set(TASKS)
+    assert set(blanks()) == set(TASKS)
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
-def test_a_blank_is_not_yet_a_solution_is_right_and_hints_come_one_by_one(name, capsys):
-    assert check(name) is False
+@pytest.mark.parametrize("task", TASKS)
+def test_a_notebooks_blank_is_not_yet_a_solution(task, capsys):
+    above, names = blanks()[task]
+    cell = {"torch": torch, "fully_shard": fully_shard}
+    exec(above, cell)
+    things = [cell[name] for name in names]
+    assert practice.check(task, things[0] if len(things) == 1 else tuple(things)) is False
     assert capsys.readouterr().out.startswith("not yet: ")
-    assert check(name, DATA[name]["right"]) is True
-    right, onward = capsys.readouterr().out.splitlines()
-    assert right.startswith("right: ") and onward.startswith("Next: ")
-    hints = practice.WORDS[name]["hints"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_hints_come_one_by_one(task, capsys):
+    hints = TASKS[task].hints
     practice._shown.clear()
     for hint in (*hints, hints[0]):
-        practice.hint(name)
+        practice.hint(task)
         assert hint in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, kind, row", TRIED)
-def test_a_mistake_is_told_another_way_is_right_and_half_is_not_yet(name, kind, row, capsys):
-    right, other, said = row
-    written = DATA[name]["right"].replace(right, other)
-    assert written != DATA[name]["right"]
-    assert check(name, written) is (kind == "otherwise")
-    out = capsys.readouterr().out
-    assert out.startswith(SAYS[kind]) and said in out, out
+def check(task, solution, said, begins, is_correct, capsys):
+    assert practice.check(task, solution) is is_correct
+    printed = capsys.readouterr().out
+    assert printed.startswith(begins) and said in printed, printed
+
+
+@pytest.mark.parametrize("task, solution, said", solutions.CORRECT)
+def test_a_correct_solution(task, solution, said, capsys):
+    check(task, solution, said, "correct: ", True, capsys)
+
+
+@pytest.mark.parametrize("task, solution, said", solutions.NOT_YET)
+def test_half_of_a_solution_is_not_yet_one(task, solution, said, capsys):
+    check(task, solution, said, "not yet: ", False, capsys)
+
+
+@pytest.mark.parametrize("task, solution, said", solutions.WRONG)
+def test_a_mistake(task, solution, said, capsys):
+    check(task, solution, said, "not correct yet: ", False, capsys)
 
 
 def test_the_threads_collectives_are_torchs(monkeypatch):
@@ -77,7 +85,7 @@ def test_the_threads_collectives_are_torchs(monkeypatch):
         return before, shard.tolist(), gathered.tolist(), whole.tolist()
 
     total = [0.0, 11.0, 22.0, 33.0]
-    assert threads.on_threads(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
-    monkeypatch.setattr(threads, "SECONDS", 0.1)
+    assert on_threads(2, one) == [(False, total[2 * rank : 2 * rank + 2], total, total) for rank in (0, 1)]
+    monkeypatch.setattr("zerolab.teach.practice.threads.SECONDS", 0.1)
     with pytest.raises(RuntimeError, match="rank 0 waits in all_reduce, and rank 1 never calls it"):
-        threads.on_threads(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)
+        on_threads(3, lambda rank, dist: dist.all_reduce(torch.ones(2)) if rank != 1 else None)

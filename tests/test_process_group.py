@@ -4,14 +4,15 @@ import pytest
 import torch
 from tables import TABLES
 
-from zerolab.properties import fixtures
 from zerolab.run import process_group
+from zerolab.run.engines import CHAPTERS, STAGES
 
 
-@pytest.mark.parametrize("stage", fixtures.STAGES.values(), ids=fixtures.STAGES)
+@pytest.mark.parametrize("stage", [*CHAPTERS.values(), *STAGES.values()])
 def test_no_process_group(stage):
+    model = torch.nn.Linear(2, 2)
     with pytest.raises((RuntimeError, ValueError), match="init_process_group"):
-        stage(fixtures.seeded(fixtures.OddModel), fixtures.OPTIMIZERS["adamw"])
+        stage(model, torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("given, expected", TABLES["choices"].items())

@@ -1,7 +1,4 @@
-"""What cannot work is refused in one line, by every command, before anything is written and before any rank starts.
-
-What is refused of an engine, on ranks, is among the properties (zerolab/properties/refusals.py).
-"""
+"""A mistake on the command line is one line in every command, before anything is written or any rank starts."""
 
 import re
 import tomllib

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from zerolab.engine.state import take_in
 
 from extra.simulated_gpu import findings
 from zerolab.engine import checkpoint
+from zerolab.engine.checkpoint import loading
 from zerolab.measure import memory
-from zerolab.properties import fixtures
 from zerolab.run import engines
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
 
@@ -64,7 +63,7 @@ def stopped(engine, step: int, block: int, backward: bool) -> None:
     hook.remove()
 
 
-def train(engine_cls, stage: str, options: dict, folder: str) -> list[str]:
+def train(stage: str, options: dict, folder: str) -> list[str]:
     """Everything that an engine does, for some steps. Returns what the detector has found in this rank."""
     findings.forget()
     options = dict(options)
@@ -75,17 +74,20 @@ def train(engine_cls, stage: str, options: dict, folder: str) -> list[str]:
     if stage != "zero3":
         options["bucket_mb"] = 0.01
     torch.manual_seed(0)
-    engine = built(engine_cls, **options)
+    engine = built(engines.STAGES[stage], **options)
+    if offload is not None:
+        for bucket in engine.all_buckets:
+            bucket.shard.sum()  # the host reads what it has just got
     saving = None
     for step in range(4):
         for part in range(2):
             with engine.no_sync() if step == 3 and not part else contextlib.nullcontext():
                 loss_of(engine, 2 * step + part).backward()
-        if step == 3:  # the next unit is on its way when the update frees all
-            with torch.no_grad():
-                stopped(engine, 12, block=0, backward=False)
         if step % 2:
             engine.clip_grad_norm_(0.5)
+        if step == 3:  # the next unit, perhaps copied from the host, is on its way when the update begins
+            with torch.no_grad():
+                stopped(engine, 12, block=0, backward=False)
         engine.step()
         engine.zero_grad()
         if step == 0:  # the copies go to disk beside the next step
@@ -113,7 +115,7 @@ def one_folder() -> str:
 
 
 def trains(stage: str, options: dict) -> list[str]:
-    return train(fixtures.STAGES[stage], stage, options, one_folder())
+    return train(stage, options, one_folder())
 
 
 def chapter_trains(stage: str) -> list[str]:
@@ -151,9 +153,11 @@ def changed(module: str, old: str, new: str):
         for name, function in mine.items():
             if inspect.isclass(function) and function.__module__ == module.__name__:
                 take(vars(function), vars(others[name]))
-            elif inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
-                kept.append((function, function.__code__))
-                function.__code__ = inspect.unwrap(others[name]).__code__
+            elif inspect.isfunction(function):
+                function = inspect.unwrap(function)
+                if function.__code__.co_filename == module.__file__:
+                    kept.append((function, function.__code__))
+                    function.__code__ = inspect.unwrap(others[name]).__code__
 
     take(vars(module), other)
     try:
@@ -167,7 +171,7 @@ def trains_without(module: str, old: str, new: str, stage: str, options: dict) -
     """`train` with a line of the source taken out. An error, too, is a way to be found."""
     folder = one_folder()
     with changed(module, old, new):
-        return found_or_raised(partial(train, fixtures.STAGES[stage], stage, options, folder))
+        return found_or_raised(partial(train, stage, options, folder))
 
 
 def chapter_trains_without(module: str, old: str, new: str, stage: str) -> list[str]:
@@ -184,14 +188,14 @@ def found_or_raised(run) -> list[str]:
         torch.cuda.synchronize()
 
 
-def loads_without(module: str, old: str, new: str, stage: str, what: str) -> list[str]:
-    """Shards are written over on their way up, in ZeRO-3 to a forward, in the others after a step. Nothing waits."""
+def loads_without(module: str, old: str, new: str, stage: str) -> list[str]:
+    """Shards are overwritten while they are copied up, in ZeRO-3 for a forward, in the others after a step."""
     with changed(module, old, new):
-        engine = built(fixtures.STAGES[stage], offload_policy=CPUOffloadPolicy())
+        engine = built(engines.STAGES[stage], offload_policy=CPUOffloadPolicy())
         for step in range(3):
             if step == 2:
                 state = engine.full_state_dict()
-                values = [(bucket.shard, bucket.shard.clone()) for bucket in engine.all_buckets]
+                values = [(bucket.shard, bucket.shard.detach().clone()) for bucket in engine.all_buckets]
                 findings.forget()
             loss_of(engine, step).backward()
             engine.step()
@@ -199,9 +203,8 @@ def loads_without(module: str, old: str, new: str, stage: str, what: str) -> lis
         if stage == "zero3":
             with torch.no_grad():
                 loss_of(engine, 3)
-        if what == "checkpoint":  # what `checkpoint.load` does when all has been read
-            take_in(engine, [], values)
-            engine.shards_changed()
+        if "checkpoint" in module:  # what `checkpoint.load` does when all has been read
+            loading.write_tensors(engine, values)
         else:
             engine.load_full_state_dict(state)
         torch.cuda.synchronize()

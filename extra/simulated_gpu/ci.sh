@@ -6,8 +6,9 @@ if [ -z "${ZERO_CUDA_PYTHON:-}" ]; then
     echo "left out: simulated GPUs. Set ZERO_CUDA_PYTHON to a Python with extra/simulated_gpu/requirements.txt (5 GB)"
     exit
 fi
-chosen="test_cuda or referee or watch or trace or sweeps or allocators or races or missed or loads or exhibit or named"
+chosen="test_cuda or referee or watch or trace or sweeps or allocators or races or missed or loading or named"
 export PYTHON=$ZERO_CUDA_PYTHON
 ./launch.sh test --simulated-gpus 2 tests/test_cuda.py extra/simulated_gpu -q -k "$chosen"
-# What `./launch.sh report` runs on one GPU, with small models.
-./launch.sh test --simulated-gpus 1 extra/simulated_gpu/test_simulated.py -q -k rehearsed
+# Two ranks that share a GPU over gloo, and what `./launch.sh report` runs on one GPU, with small models.
+chosen="rehearsed or share and (ddp or slow)"
+./launch.sh test --simulated-gpus 1 tests/test_cuda.py extra/simulated_gpu/test_simulated.py -q -k "$chosen"

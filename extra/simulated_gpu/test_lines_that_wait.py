@@ -1,4 +1,4 @@
-"""Without simulated GPUs: the lines that the detector's tests take out are still there."""
+"""Without simulated GPUs: the lines that the detector's tests take out are still in the source."""
 
 import ast
 import importlib.util
@@ -13,8 +13,8 @@ LINES |= {f"engine: {name}": line for name, line in each(OF_ENGINES | OF_LOADING
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_line_stands_once_in_its_source_and_without_it_the_rest_is_python(name):
+def test_a_line_is_once_in_its_source_and_without_it_the_rest_is_python(name):
     module, line, instead, *_ = LINES[name]
     source = Path(importlib.util.find_spec(module).origin).read_text()
-    assert source.count(line) == 1, f"{line!r} stands {source.count(line)} times in {module}"
+    assert source.count(line) == 1, f"{line!r} is {source.count(line)} times in {module}"
     ast.parse(source.replace(line, instead))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -20,8 +21,7 @@ import torch
 
 from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
 from zerolab.measure import report
-from zerolab.properties import fixtures
-from zerolab.run import journal, ranks
+from zerolab.run import engines, journal, ranks
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
@@ -71,7 +71,7 @@ def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
     assert [line["step"] for line in journal.read(folder)] == list(range(1, 203))
 
 
-TOY = report.Sizes("toy", "toy", 2, ("toy",), 32, (), "tests/test_cuda.py -k allocators_peak")
+TOY = report.Sizes("toy", "toy", 2, ("toy",), 32, (), "tests/test_cuda.py -k ddp_leaves")
 COMPARED = {"compare-2-fp32": (2, "gloo"), "compare-1-fp32": (1, "nccl"), "compare-1-bf16": (1, "nccl")}
 FILES = (*COMPARED, "host", "memory-toy", "sweeps", "trace-zero3")
 
@@ -160,8 +160,9 @@ def test_notebooks(file, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pool(on_gpus):
-    return on_gpus(RANKS)
+def on_all(on_gpus):
+    """`on_all(function, ...)` calls it on all ranks."""
+    return partial(on_gpus, RANKS)
 
 
 @finds
@@ -171,28 +172,28 @@ def pool(on_gpus):
     "tensors_on_two_devices": ("same device", "add", "on the CPU"),
     "the_host_reads_before_a_copy_is_over": ("memcpy", "default stream", "the host reads", "pinned memory"),
 }.items(), ids=str)  # fmt: skip
-def test_what_is_wrong_is_named(pool, case, words):
-    for found in pool.run(getattr(cases, case)):
+def test_what_is_wrong_is_named(on_all, case, words):
+    for found in on_all(getattr(cases, case)):
         found = found if isinstance(found, str) else "\n".join(found)
         assert all(word in found for word in words), found
 
 
 @finds
 @several
-def test_ranks_that_issue_different_collectives_are_named(pool):
-    from pool import CaseFailed
+def test_ranks_that_issue_different_collectives_are_named(on_all):
+    from helpers import RankFailed
 
-    for found in pool.run(cases.different_collectives):
+    for found in on_all(cases.different_collectives):
         assert "different collectives" in found and "all-reduce from 6 to 6 float32" in found, found
         assert "all-reduce from 8 to 8 float32" in found, found
-    with pytest.raises(CaseFailed):  # the group is of no use any more: the next case has new ranks
-        pool.run(cases.stop)
+    with pytest.raises(RankFailed):  # the group is of no use any more: the next case has new ranks
+        on_all(cases.stop)
 
 
 @finds
 @several
-def test_an_output_on_another_gpu_is_named(pool):
-    for rank, found in enumerate(pool.run(cases.an_output_on_another_gpu)):
+def test_an_output_on_another_gpu_is_named(on_all):
+    for rank, found in enumerate(on_all(cases.an_output_on_another_gpu)):
         assert "an output on the wrong device" in found and f"memory of GPU {(rank + 1) % GPUS}" in found, found
 
 
@@ -214,29 +215,29 @@ OF_ZERO3 = [
     {"reshard_after_forward": False, **OFFLOAD},
 ]
 REPLICAS = [{"replicas": True}, {"replicas": True, **OFFLOAD}] if GPUS > 1 else []
-ALL = [(stage, options) for stage in fixtures.STAGES for options in OPTIONS + REPLICAS + OF_ZERO3 * (stage == "zero3")]
+ALL = [(stage, options) for stage in engines.STAGES for options in OPTIONS + REPLICAS + OF_ZERO3 * (stage == "zero3")]
 
 
 @pytest.mark.parametrize("stage, options", ALL, ids=str)
-def test_no_races(pool, stage, options):
-    assert not any(found := pool.run(cases.trains, stage=stage, options=options)), found
+def test_no_races(on_all, stage, options):
+    assert not any(found := on_all(cases.trains, stage=stage, options=options)), found
 
 
-@pytest.mark.parametrize("stage", fixtures.STAGES)
-def test_no_races_in_a_chapter(pool, stage):
-    assert not any(found := pool.run(cases.chapter_trains, stage=stage)), found
+@pytest.mark.parametrize("stage", engines.STAGES)
+def test_no_races_in_a_chapter(on_all, stage):
+    assert not any(found := on_all(cases.chapter_trains, stage=stage)), found
 
 
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("name", ("ddp", "zero_redundancy_optimizer", "fsdp2_no_reshard", "fsdp2", "fsdp2-offload"))
-def test_no_races_in_what_we_compare_with(pool, name, dtype):
+def test_no_races_in_what_we_compare_with(on_all, name, dtype):
     name, _, offload = name.partition("-")
-    assert not any(found := pool.run(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
+    assert not any(found := on_all(cases.counterpart_trains, name=name, offload=bool(offload), dtype=dtype)), found
 
 
 def named(lines: list[str]) -> bool:
-    """The two operations, their streams and the bytes; or the engine itself says which unit is on its way."""
-    return bool(lines) and all("stream" in line and "bytes" in line or "is on its way" in line for line in lines)
+    """Each finding names the two operations, their streams and the bytes, or the engine has raised an error."""
+    return bool(lines) and all("stream" in line and "bytes" in line or "is freed" in line for line in lines)
 
 
 ENGINES_LINES, CHAPTERS_LINES, LOADING_LINES = each(OF_ENGINES), each(OF_CHAPTERS), each(OF_LOADING)
@@ -245,9 +246,9 @@ ENGINES_LINES, CHAPTERS_LINES, LOADING_LINES = each(OF_ENGINES), each(OF_CHAPTER
 @finds
 @several
 @pytest.mark.parametrize("name", ENGINES_LINES)
-def test_what_is_taken_out_is_missed(pool, name):
+def test_what_is_taken_out_is_missed(on_all, name):
     module, old, new, stage, options = ENGINES_LINES[name]
-    for found in pool.run(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
+    for found in on_all(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
         assert named(found), found
         print("\n".join(found[:2]))
 
@@ -255,22 +256,21 @@ def test_what_is_taken_out_is_missed(pool, name):
 @finds
 @several
 @pytest.mark.parametrize("name", CHAPTERS_LINES)
-def test_what_is_taken_out_of_a_chapter_is_missed(pool, name):
+def test_what_is_taken_out_of_a_chapter_is_missed(on_all, name):
     module, old, new, stage, _ = CHAPTERS_LINES[name]
-    for found in pool.run(cases.chapter_trains_without, module=module, old=old, new=new, stage=stage):
+    for found in on_all(cases.chapter_trains_without, module=module, old=old, new=new, stage=stage):
         assert named(found), found
         print("\n".join(found[:2]))
 
 
 @finds
-@pytest.mark.parametrize("what", ("state", "checkpoint"))
 @pytest.mark.parametrize("name", LOADING_LINES)
-def test_who_loads_waits_for_copies(on_gpus, name, what):
-    """On one rank. Several agree first, by numbers for which the host waits, and so that hides the race.
+def test_loading_waits_for_copies(on_gpus, name):
+    """On one rank. Several ranks first agree, and the host waits for that, which hides the race.
 
-    So does the reading of a checkpoint: what torch does there waits for the device. It does not promise to, and so this
-    begins where all has been read.
+    Reading a checkpoint hides it, too: what torch does there waits for the device, but does not promise to. So this
+    begins when all has been read.
     """
     module, old, new, stage, _ = LOADING_LINES[name]
-    (found,) = on_gpus(1).run(cases.loads_without, module=module, old=old, new=new, stage=stage, what=what)
+    (found,) = on_gpus(1, cases.loads_without, module=module, old=old, new=new, stage=stage)
     assert named(found), found

@@ -19,7 +19,7 @@ what its chapter does, to the bit, to the byte and in the same collectives.
 | `tensor_parallel.py` | parameters that tensor parallelism has split already; torch's pipelines |
 | `state_dict.py` | whole weights out of an engine and into one |
 | `checkpoint/` | sharded checkpoints that any stage and number of ranks can load |
-| `checks.py` | what raises an error instead of training wrongly |
+| `checks.py` | errors in place of wrong results |
 """
 
 from zerolab.engine.loss_scaler import GradScaler

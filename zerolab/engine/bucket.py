@@ -1,4 +1,4 @@
-"""What the options change in a bucket, in a unit and in a reduction. Everything else is the chapters'."""
+"""The changes that options make to a bucket, a unit and a reduction. Everything else is the chapters'."""
 
 import torch
 
@@ -27,6 +27,10 @@ class EngineBucket(Bucket):
         locals_ = [(name, local(param)) for name, param in named_params]
         self.shapes = [param.shape for _, param in locals_]
         super().__init__(*name_and_module, locals_, group)
+        ends = [*self.offsets[1:], self.numel]
+        self.sizes = []  # of each parameter and of the padding behind it
+        for shape, begin, end in zip(self.shapes, self.offsets, ends):
+            self.sizes += [shape.numel(), end - begin - shape.numel()]
         self.params = tuple(param for _, param in named_params)
         self.pieces = {}
         if self.trained:
@@ -45,13 +49,17 @@ class EngineBucket(Bucket):
         begin, shape = self.offsets[index], self.shapes[index]
         return flat[begin : begin + shape.numel()].view(shape)
 
+    def places(self, flat):
+        """The places of all parameters: as `place`, in one cut."""
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[::2], self.shapes)]
+
     def flatten(self):
         flat = super().flatten()
         replicas.broadcast_over(self.options.replicas, [flat])
         return flat
 
     def make_shard(self):
-        """With mixed precision and offload the shard has memory of its own, also in ZeRO-1 and -2."""
+        """With mixed precision and offload the shard has its own memory, also in ZeRO-1 and -2."""
         shard = super().make_shard()
         dtype = precision.compute_dtype(self.params[0], self.options)
         if dtype != self.flat.dtype:
@@ -69,9 +77,10 @@ class EngineBucket(Bucket):
 
     def gather(self):
         """The shard is rounded, or copied from the host, into its own place in `flat`, and sent from there."""
-        own = self.flat[self.own]
-        if self.shard.dtype == own.dtype and self.shard.device == own.device and own.is_floating_point():
+        flat, shard = self.flat, self.shard
+        if shard.dtype == flat.dtype and shard.device == flat.device and flat.is_floating_point():
             return super().gather()
+        own = self.flat[self.own]
         own.copy_(self.shard.detach(), non_blocking=True)
         return all_gather(precision.as_bytes(self.flat), precision.as_bytes(own), group=self.group, async_op=True)
 
@@ -103,7 +112,10 @@ class EngineBucket(Bucket):
         """`param.grad`, which is None from now on. Of a DTensor the local part."""
         gradient = checks.get_grad(param)
         checks.set_grad(param, None)
-        return None if gradient is None else local_gradient(gradient)
+        if gradient is None:
+            return None
+        checks.check_plain(gradient)
+        return local_gradient(gradient)
 
 
 class EngineUnit(EngineBucket, Unit):
@@ -126,14 +138,17 @@ class EngineReduction(Reduction):
     def lay_out_gradients(self):
         bucket = self.bucket
         flat = torch.zeros(bucket.numel, dtype=bucket.gradient_dtype(), device=bucket.flat.device)
-        for index, param in enumerate(bucket.params):
-            gradient = bucket.take_gradient(param)
-            kept = bucket.kept.pop(param, None)
-            place = bucket.place(flat, index)
-            if kept is not None:
-                place.copy_(kept)
-            if gradient is not None:  # None: an unused parameter sends zeros
-                place.add_(gradient) if kept is not None else place.copy_(gradient)
+        with checks.without_checks():
+            gradients = [bucket.take_gradient(param) for param in bucket.params]
+        places = bucket.places(flat)
+        for param, place in zip(bucket.params, places):
+            if param in bucket.kept:
+                place.copy_(bucket.kept[param])
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]  # others send zeros
+        if given:
+            write = torch._foreach_add_ if bucket.kept else torch._foreach_copy_
+            write([places[index] for index in given], [gradients[index] for index in given])
+        bucket.kept.clear()
         bucket.moved = True
         self.divide_first, self.divide_last = precision.divisors(flat.dtype, bucket.world_size)
         if self.divide_first > 1:

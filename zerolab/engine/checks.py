@@ -1,4 +1,4 @@
-"""What raises an error instead of training wrongly: everything that a user meets in the first week.
+"""Errors in place of wrong results: everything that a user meets in the first week.
 
 At the build, on all ranks and before anything is sent: models and options that cannot work, or that differ between
 ranks (`check_build`). At `step()`: a parameter without a gradient, or one that has left its buffer (`check_gradients`,
@@ -7,6 +7,8 @@ ranks (`check_build`). At `step()`: a parameter without a gradient, or one that 
 The last two need the parameters' help. While an engine has a parameter, the object is the same, and its class is
 `EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/using-an-engine.md.
 """
+
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,15 @@ from zerolab.engine.together import on_all_ranks
 
 get_grad = torch._C.TensorBase.grad.__get__  # `param.grad` and `param.grad = ...`, without the checks below
 set_grad = torch._C.TensorBase.grad.__set__
+without_checks = torch._C.DisableTorchFunctionSubclass  # else each look at a freed parameter calls Python once more
 
 
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    bucket = None  # the bucket that has it
+    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would keep the model
+    # alive forever, through autograd's graph, the parameter and the unit.
+    bucket = None
 
     @property
     def grad(self):
@@ -38,10 +43,11 @@ class EngineParameter(nn.Parameter):
         set_grad(self, value)
 
     def _check_moved(self):
-        if self.bucket is not None and self.bucket.moved:
+        bucket = bucket_of(self)
+        if bucket is not None and bucket.moved:
             raise RuntimeError(
                 f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
-                "engine.step() and engine.zero_grad() in place of torch's. To read or change gradients, call "
+                "engine.step() and engine.zero_grad(). To read or change gradients, call "
                 "engine.reduce_gradients(): they are in the parameters of the optimizer then"
             )
 
@@ -79,8 +85,17 @@ def reads_values(function):
     return name not in METADATA
 
 
+def bucket_of(param):
+    """The bucket of a live engine that has `param`, or None. A copy of a parameter has none."""
+    if not isinstance(param, EngineParameter) or param.bucket is None:
+        return None
+    return param.bucket()
+
+
 def name_of(param):
-    bucket = param.bucket
+    bucket = bucket_of(param)
+    if bucket is None:
+        return "of an engine that is gone"
     return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
 
 
@@ -88,9 +103,9 @@ def adopt(buckets):
     """Give the parameters their class. Not DTensors and other subclasses, nor fake tensors, which have no values."""
     for bucket in buckets:
         for param in bucket.params:
-            if type(param) is nn.Parameter:
+            if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped
                 param.__class__ = EngineParameter
-                param.bucket = bucket
+                param.bucket = weakref.ref(bucket)
 
 
 def mark_freed(params):
@@ -153,7 +168,7 @@ def check_model(model):
         raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
     owner = {}  # storage -> the parameter in it
     for name, param in model.named_parameters():
-        if isinstance(param, EngineParameter) and param.bucket is not None:
+        if isinstance(param, FreedParameter) or bucket_of(param) is not None:
             raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
         if param.numel() and not param.is_meta:
             first = owner.setdefault(tensor_parallel.local(param).data_ptr(), name)
@@ -162,6 +177,16 @@ def check_model(model):
                     f"{first!r} and {name!r} share memory, and would not after the build. To tie two weights, use one "
                     "parameter for both (a.weight = b.weight)"
                 )
+
+
+def check_has_values(model):
+    """Raise ValueError for a model on the meta device. Only ZeRO-3 can give it values unit by unit."""
+    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{some(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
+            "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
+        )
 
 
 def check_units(model, units):
@@ -177,6 +202,36 @@ def check_units(model, units):
                     f"the units {names[unit_around[module]]!r} and {names[unit]!r} overlap: drop one of the two"
                 )
             unit_around[module] = unit
+
+
+# In backward.
+
+
+def check_plain(gradient):
+    """Raise RuntimeError for a gradient that has its own graph, which would be reduced and grow in every step."""
+    if gradient.requires_grad:
+        raise RuntimeError(
+            "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
+            "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
+        )
+
+
+def check_first_order():
+    """Raise RuntimeError in ZeRO-3's backward under `create_graph=True`. Its graph would hold freed weights."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: take "
+            "ZeRO1Engine or ZeRO2Engine for gradient penalties. Call engine.zero_grad() before the next step"
+        )
+
+
+def check_one_backward(engine):
+    """Raise RuntimeError if a backward begins inside another one. ZeRO-3 would take the outer one to be over."""
+    if engine.backward_id not in (None, torch._C._current_graph_task_id()):
+        raise RuntimeError(
+            "a backward began inside another one, as reentrant checkpoints do: pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint. If the last backward raised an error, call engine.zero_grad() first"
+        )
 
 
 # At `step()`.

@@ -12,7 +12,7 @@ Groups were chosen on the real parameters, by shape, name or mark, before the en
 that owns nothing of a group has an empty group. The price: AdamW keeps a 4-byte step counter per piece, and updates
 many small tensors instead of a few large ones.
 
-DeepSpeed flattens each group into a buffer of its own. FSDP2 keeps one DTensor per parameter.
+DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per parameter.
 """
 
 

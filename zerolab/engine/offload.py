@@ -6,7 +6,7 @@ activations. The price is 4Ψ/N bytes over PCIe in each direction per gather and
 use an optimizer with `fused=True`, which is about six times faster there.
 
 The copies run on the stream that computes, so computation waits for them. FSDP2 (`CPUOffloadPolicy`), from which the
-option is borrowed, hides them on streams of their own. ZeRO-Offload (Ren et al., 2021) is the paper.
+option is borrowed, hides them on separate streams. ZeRO-Offload (Ren et al., 2021) is the paper.
 """
 
 import torch

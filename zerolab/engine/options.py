@@ -9,7 +9,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 @dataclass
 class Options:
-    """What the buckets of an engine need to know.
+    """The options that the buckets of an engine need.
 
     group           the ranks to shard over
     replicas        the ranks that hold the same shard (hybrid sharding), or None

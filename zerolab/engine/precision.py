@@ -5,7 +5,7 @@ of the shards; the shards, which the optimizer updates, stay in float32. bfloat1
 that is 256 times smaller than its weight would be lost. `reduce_dtype=torch.float32` sums the gradients of all ranks in
 float32, although backward computed them in bfloat16.
 
-What it costs, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), with `reduce_dtype=torch.float32`:
+The cost, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), with `reduce_dtype=torch.float32`:
 
     ZeRO-1   2Ψ whole weights + 4Ψ/N shards + 4Ψ gradients + 4Ψ/N their shard in the optimizer's dtype + 8Ψ/N state
     ZeRO-2   2Ψ + 4Ψ/N + 4Ψ/N + 8Ψ/N

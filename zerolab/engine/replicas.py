@@ -9,11 +9,11 @@ replicas.
     replica 0        rank 0    rank 1    rank 2    rank 3     gather and reduce-scatter along the rows
     replica 1        rank 4    rank 5    rank 6    rank 7     all-reduce along the columns: 1/4 of the elements
 
-What it costs: each row holds everything once, so memory is divided by the length of a row and not by the number of
+The cost: each row holds everything once, so memory is divided by the length of a row and not by the number of
 ranks. Across the nodes a rank sends 2Ψ/S elements per step (S: length of a row), and not 3Ψ.
 
 `fully_shard(mesh=...)` with a mesh of two dimensions does the same, as does FSDP1's HYBRID_SHARD. MiCS (Zhang et al.,
-2022) is the paper. FSDP2 runs the all-reduce on a stream of its own; here backward waits for it.
+2022) is the paper. FSDP2 runs the all-reduce on a separate stream; here backward waits for it.
 """
 
 import torch.distributed as dist
@@ -41,7 +41,8 @@ def groups_of(group):
         return group.get_group(), None, group.get_group()
     everyone = None  # the default group, if the mesh has all ranks
     if group.size() < dist.get_world_size():
-        everyone = group._flatten().get_group()
+        # Only the mesh's ranks get here. Groups of torch are counted, and other ranks would have another count.
+        everyone = dist.new_group(group.mesh.flatten().tolist(), use_local_synchronization=True)
     return group.get_group(1), group.get_group(0), everyone
 
 

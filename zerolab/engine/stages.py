@@ -1,6 +1,6 @@
 """The three engines: the chapters plus options. The steps are the chapters', inherited.
 
-Each method here is a moment of a chapter that some option changes. What it changes is in the option's own file.
+Each method here is a moment of a chapter that some option changes. The option's own file says how.
 """
 
 import warnings
@@ -26,10 +26,11 @@ from zerolab.engine import (
 )
 from zerolab.engine.bucket import EngineBucket, EngineReduction, EngineUnit, to_optimizer
 from zerolab.engine.options import Options
+from zerolab.engine.together import on_all_ranks
 
 
 class Engine:
-    """What all three stages have. The arguments of every engine:
+    """The common part of all three stages. The arguments of every engine:
 
     model, optimizer   as for the chapters; the optimizer may have any number of parameter groups
     group              a process group, or a DeviceMesh of one dimension, or of two: (replicas, shards). Default: all
@@ -74,7 +75,7 @@ class Engine:
         checks.check_build(self.model, self.optimizer, self.options, **others)
 
     def broadcast_untrained(self):
-        """Frozen parameters are in buckets of their own, where an option needs that; buffers stay whole."""
+        """Frozen parameters are in separate buckets, where an option needs that; buffers stay whole."""
         buffers = [buffer for buffer in self.model.buffers() if not buffer.is_meta]
         broadcast_whole(buffers, self.group)
         replicas.broadcast_over(self.options.replicas, buffers)
@@ -103,27 +104,29 @@ class Engine:
 
         May be called before `step()`, to look at gradients or to change them. Raises RuntimeError as `step()` does.
         """
-        if self.ready:
-            return
-        checks.check_cleared(self.buckets)
-        self.set_moved(False)
-        super().reduce_gradients()
-        if self.options.offload_policy is not None:
-            offload.wait_for_copies(self.buckets[0].flat.device)
-        for bucket in self.buckets:
-            groups.hand_out_gradients(bucket)
-            bucket.handed_out = True
-        if self.options.find_unused:
-            unused.drop_unused(self.buckets, self.options.everyone)
+        if not self.ready:
+            checks.check_cleared(self.buckets)
+            self.set_moved(False)
+            with checks.without_checks():
+                super().reduce_gradients()
             for bucket in self.buckets:
-                bucket.handed_out = any(piece.grad is not None for piece in bucket.pieces.values())
-        self.ready = True
-        self.set_moved(True)
+                groups.hand_out_gradients(bucket)
+                bucket.handed_out = True
+            if self.options.find_unused:
+                unused.drop_unused(self.buckets, self.options.everyone)
+                for bucket in self.buckets:
+                    bucket.handed_out = any(piece.grad is not None for piece in bucket.pieces.values())
+            self.ready = True
+            self.set_moved(True)
+        if self.options.offload_policy is not None:
+            # Also in `step()` after a call of yours: a forward in between may still copy shards to the device.
+            offload.wait_for_copies(self.buckets[0].flat.device)
 
     def zero_grad(self):
         """The chapter's `zero_grad()`."""
         self.set_moved(False)
-        super().zero_grad()
+        with checks.without_checks():
+            super().zero_grad()
         self.ready = False
         for bucket in self.buckets:
             bucket.used.clear()
@@ -166,7 +169,7 @@ class Engine:
 
 
 class BucketEngine(Engine):
-    """What ZeRO-1 and ZeRO-2 have in common."""
+    """The common part of ZeRO-1 and ZeRO-2."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -174,8 +177,12 @@ class BucketEngine(Engine):
             for module in (self.model, *default_units(self.model)):
                 precision.cast_inputs(module, self.options.param_dtype)
 
+    def check(self):
+        super().check()
+        on_all_ranks(lambda: checks.check_has_values(self.model), self.options.everyone)
+
     def partition(self, bucket_mb):
-        """Step 0. In mixed precision a frozen parameter has a bucket of its own, whose shards keep the exact values."""
+        """Step 0. In mixed precision a frozen parameter has its own bucket, whose shards keep the exact values."""
         frozen = [pair for pair in self.model.named_parameters() if not pair[1].requires_grad]
         if self.options.param_dtype is None:
             broadcast_whole([param for _, param in frozen], self.group)
@@ -194,7 +201,7 @@ class BucketEngine(Engine):
 
 
 class ZeRO1Engine(BucketEngine, ZeRO1):
-    """ZeRO-1 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+    """ZeRO-1 with the options of `Engine` and the chapter's `bucket_mb`."""
 
     def __init__(self, *args, bucket_mb=None, **options):
         super().__init__(*args, bucket_mb=bucket_mb, **options)
@@ -234,7 +241,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
 
 
 class SendingEngine(Engine):
-    """What ZeRO-2 and ZeRO-3 have in common: gradients are sent while backward goes on."""
+    """The common part of ZeRO-2 and ZeRO-3: gradients are sent while backward goes on."""
 
     def make_reduction(self, bucket):
         return EngineReduction(bucket)
@@ -255,7 +262,7 @@ class SendingEngine(Engine):
 
 
 class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
-    """ZeRO-2 with options: those of `Engine`, and the chapter's `bucket_mb`."""
+    """ZeRO-2 with the options of `Engine` and the chapter's `bucket_mb`."""
 
     def __init__(self, *args, bucket_mb=None, **options):
         self.backward_id = None
@@ -288,7 +295,7 @@ class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
 
 
 class ZeRO3Engine(SendingEngine, ZeRO3):
-    """ZeRO-3 with options: those of `Engine`, the chapter's `units` and `prefetch`, and
+    """ZeRO-3 with the options of `Engine`, the chapter's `units` and `prefetch`, and
 
     reshard_after_forward   False: units stay gathered from forward to backward. Sends 2Ψ per step and not 3Ψ
     init_fn, state_dict     where a model on the `meta` device gets its values from (meta.py)
@@ -369,6 +376,16 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Forward.
 
+    @torch.compiler.disable  # a compiled unit calls its hooks between two graphs
+    def before_forward(self, unit, module, inputs):
+        if in_backward():
+            # A checkpoint runs several units again, one after the other. Backward has not come to them yet, so it does
+            # not move on from them either.
+            super().before_backward(unit)
+        else:
+            super().before_forward(unit, module, inputs)
+
+    @torch.compiler.disable
     def after_forward(self, unit, module, inputs, output):
         if self.reshard_after_forward or in_backward() or not torch.is_grad_enabled():
             super().after_forward(unit, module, inputs, output)
@@ -376,6 +393,14 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
             self.watch_output(unit, output)
 
     # Backward.
+
+    def on_output(self, unit, gradient):
+        checks.check_first_order()
+        super().on_output(unit, gradient)
+
+    def notice_backward(self):
+        checks.check_one_backward(self)
+        super().notice_backward()
 
     def expect_gradients(self):
         super().expect_gradients()
@@ -397,7 +422,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         super().before_backward(unit)
 
     def leave(self, module):
-        """Backward moves on from `module`. What waited for this is over."""
+        """Backward moves on from `module`. The units that waited for this are done."""
         for unit in [unit for unit in self.waiting if unit.module is module]:
             self.waiting.remove(unit)
             unit.missing.clear()
@@ -436,7 +461,15 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     def end_backward(self):
         self.flush()
+        for unit in self.units:
+            if len(unit.missing) == len(unit.params):
+                unit.missing.clear()  # this backward did not come to it: a gradient by the model's inputs, for example
+        self.backward_id = None
         super().end_backward()
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.backward_id = None  # also after a backward that raised an error
 
     def shards_changed(self):
         self.free_all()  # what is gathered has the old values

@@ -1,13 +1,13 @@
-"""Beside a stage: parameters that tensor parallelism has split already, and torch's pipelines.
+"""Tensor parallelism and pipelines: parameters that are split already, and torch's pipelines as the caller.
 
 **Tensor parallelism.** `parallelize_module` makes a parameter a DTensor over one dimension of a mesh: each rank of that
-dimension has a part of the matrix and computes with it. An engine shards this local part over another dimension, as it
-shards a whole parameter elsewhere: `ZeRO3Engine(model, optimizer, group=mesh["data"])`. FSDP2 composes in the same way.
-For plain parameters every function here returns what it gets.
+dimension has a part of the matrix and computes with it. An engine shards this local part over another dimension:
+`ZeRO3Engine(model, optimizer, group=mesh["data"])`. FSDP2 composes in the same way. For plain parameters every function
+here returns its argument.
 
-**Pipelines.** A stage of `torch.distributed.pipelining` calls a module and knows no engine: `PipelineStage(
-AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches when all
-backwards are over. Gradients of ZeRO-2 and -3 have left `param.grad` by then, which is an error. So pass
+**Pipelines.** A stage of `torch.distributed.pipelining` calls a module and knows no engine, so it gets
+`PipelineStage(AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches
+when all backwards are over. Gradients of ZeRO-2 and -3 have left `param.grad` by then, which is an error. So pass
 `scale_grads=False` to the schedule, and divide the loss by the number of micro-batches.
 """
 

@@ -33,7 +33,7 @@ def all_succeed(work, group):
 
 
 def portable(error):
-    """An error that every rank can unpickle and raise anew with one message."""
+    """An error that every rank can unpickle and raise with one message."""
     if error is None:
         return None
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)

@@ -5,7 +5,7 @@ more gradients can come: in ZeRO-2 when backward ends, in ZeRO-3 when backward m
 without a gradient on this rank sends zeros, because another rank may have used it. If no rank used it, its pieces have
 no gradient, so the optimizer skips them as in plain PyTorch: no weight decay, no momentum.
 
-What it costs: an all-reduce of one byte per parameter in each step, and the host waits for its result. ZeRO-2 sends
+The cost: an all-reduce of one byte per parameter in each step, and the host waits for its result. ZeRO-2 sends
 buckets that are incomplete only after backward. All ranks must still run the same units in the same order.
 
 DDP's option is `find_unused_parameters=True`. It walks the graph after each forward; this walks nothing.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zero3 import default_units
+from zerolab.engine.checks import get_grad
 
 
 def tensor_leaves(tree) -> list[torch.Tensor]:
@@ -68,7 +69,8 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
     for group in inner.param_groups:
         params += group["params"]
     params += [bucket.shard for bucket in buckets_of(engine)]
-    gradients = [param.grad for param in params if param.grad is not None]
+    # Not `param.grad`: reading that raises an error where an engine has moved the gradient into its shard.
+    gradients = [gradient for gradient in map(get_grad, params) if gradient is not None]
     for bucket in buckets_of(engine):  # ZeRO-1's buffer, and what `no_sync` keeps
         gradients += getattr(bucket, "kept", {}).values()
         gradients += tensor_leaves(bucket.gradient)

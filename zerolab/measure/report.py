@@ -84,14 +84,13 @@ def commands(folder: str, gpus: int, sizes: Sizes) -> list[Command]:
 
 def on_a_cpu(folder: str) -> list[Command]:
     """With seconds for two cores."""
-    asked = "rank_computes or equals_ddp or held_bytes or collectives_are"
     return [
         compare("float32, two ranks", f"{folder}/compare-2-fp32.json", 2, "tiny", timed_steps=0, limit=120),
         chapter("zero3", 2),
         compare("bfloat16, two ranks", f"{folder}/compare-2-bf16.json", 2, "tiny", dtype="bf16", limit=240),
         Command(
-            "Some properties of the stages, in float64",
-            f"./launch.sh test tests/test_properties.py -k '{asked}' -q -rfEs",
+            "What the chapters promise: losses of one process, bytes held and sent",
+            "./launch.sh test tests/test_chapters.py -k 'one_process or held_bytes or sent_is' -q -rfEs",
             least=30,
             limit=240,
         ),

@@ -24,12 +24,10 @@ from zerolab.measure import step_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.ratios import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
-from zerolab.properties.conform import OUTCOMES
-from zerolab.properties.property import library
 from zerolab.run import options as common
 from zerolab.run.command_line import Parser, one_line
 from zerolab.run.ranks import ROOT
-from zerolab.teach import articles, changes, written
+from zerolab.teach import articles, written
 from zerolab.teach.articles.__main__ import counts, markdown
 from zerolab.teach.museum.exhibits import EXHIBITS
 
@@ -155,47 +153,35 @@ def article(name: str) -> str:
     return markdown([row for row in result("articles.json") if row["article"] == articles.ARTICLES[name]])
 
 
-def changes_between(first: str, second: str) -> str:
-    """What `./launch.sh changes first second` prints, as GitHub colours it."""
-    return f"```diff\n{changes.report(first, second)}\n```"
-
-
-def outline(name: str) -> str:
-    """The methods of a chapter's class that say what they do, in the order of its file."""
-    chapter, rows = changes.CHAPTERS[name], []
-    for method, function in changes.methods_of(chapter).items():
-        if said := changes.words(function):
-            rows.append([f"`{method}`", said])
-    return table(f"class `{chapter.__name__}` | what it does", rows)
-
-
 def exhibits() -> str:
     return f"{len(EXHIBITS)}"
 
 
 CONFORMANCE = "conform-cpu.json"
+OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")  # of a test: tests/conformance/report.py
 
 
 def conformance() -> str:
-    """How many properties end how, for every engine that was asked."""
+    """How many tests have which outcome, for every engine that was asked."""
     report, rows = result(CONFORMANCE), []
     for name, found in report["engines"].items():
         count = Counter(one["outcome"] for one in found.values())
         rows.append([f"`{name}`", *(str(count[outcome]) for outcome in OUTCOMES)])
-    said = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{said} (`results/{CONFORMANCE}`)."
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{tables.markdown([['engine', *OUTCOMES], *rows])}\n\n{versions} (`results/{CONFORMANCE}`)."
 
 
 def conformance_differs() -> str:
-    """The properties in which some engine is wrong, crashes or hangs: who does so."""
+    """The tests in which some engine is wrong, crashes or hangs, and which engines do."""
     engines, rows = result(CONFORMANCE)["engines"], []
-    for name in library():
+    names = dict.fromkeys(name for found in engines.values() for name in found)
+    for name in names:
         ends = {engine: found[name]["outcome"] for engine, found in engines.items() if name in found}
         bad = [f"`{engine}` {end}" for engine, end in ends.items() if end in ("wrong", "crash", "hang")]
-        right = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "right")
+        correct = ", ".join(f"`{engine}`" for engine, end in ends.items() if end == "correct")
         if bad:
-            rows.append([f"`{name}`", ", ".join(bad), right or "nobody"])
-    return table("property | who is not right | who is", rows)
+            rows.append([f"`{name}`", ", ".join(bad), correct or "none"])
+    return table("test | not correct | correct", rows)
 
 
 def exhibits_of(which: str) -> str:
@@ -221,8 +207,6 @@ BLOCKS = by_name(
     memory_state,
     article,
     claims,
-    changes_between,
-    outline,
     exhibits,
     exhibits_of,
     conformance,

@@ -1,4 +1,4 @@
-"""What really crosses the wire between ranks on one machine: the byte counter of the loopback interface (Linux)."""
+"""Count the bytes that ranks on one machine really send, by the loopback interface's counter (Linux)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +9,10 @@ COUNTER = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
 def sent(call: Callable[[], object]) -> int | None:
-    """Bytes that all ranks together sent while every rank ran `call`: the least of five times; None without a counter.
+    """Bytes that all ranks together send while every rank runs `call`: the least of five runs. None without a counter.
 
-    A collective. Other programs of the machine use the interface too, so the least is nearest to the truth. TCP's
-    headers and the barriers are in it: some thousand bytes, so the buffers of `call` should have megabytes.
+    A collective. Other programs on the machine use the interface too, so the least is closest to the truth. It includes
+    TCP headers and the barriers, a few thousand bytes, so `call` should send megabytes.
     """
     found = []
     for _ in range(5 if COUNTER.exists() else 0):

@@ -1,23 +1,22 @@
-"""Questions that a notebook asks before it answers: answers are kept, and stand beside what was found.
+"""Questions that a notebook asks before it answers them. Answers are kept, and compared with the result of the run.
 
     quiz.keep("bytes per parameter", built=..., after_step=...)      # the reader writes numbers in place of `...`
-    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # behind the run, which has measured it
+    quiz.compare("bytes per parameter", built=4.0, after_step=16.0)  # after the run that measures it
     quiz.score()
 
-In notebook 6 the question is a vote on each of twelve claims of the articles.
+In notebook 6 readers vote on twelve claims of the articles.
 """
 
-from zerolab.teach import written
 from zerolab.teach.articles.claim import shown
 from zerolab.teach.notebook import ROOT, read, say, table
 
-NEAR = 0.05  # a measured number is right within this fraction, a count to the last one
+NEAR = 0.05  # a measured number is correct within this fraction; a count must be exact
 _kept: dict[str, dict] = {}  # question -> {part: what the reader has written}
-_right: dict[str, list[bool]] = {}  # question -> of each part that was answered, whether it was right
+_right: dict[str, list[bool]] = {}  # question -> for each answered part, whether it was correct
 
 
 def keep(question: str, **answers) -> None:
-    """Keep what the reader says to each part of a question: a number, or a word; `...` is no answer yet."""
+    """Keep the reader's answers to the parts of a question: numbers or words. `...` is no answer yet."""
     _kept[question] = {part: answer for part, answer in answers.items() if answer is not ...}
     missing = len(answers) - len(_kept[question])
     if missing:
@@ -27,14 +26,14 @@ def keep(question: str, **answers) -> None:
 
 
 def agrees(answer, found) -> bool:
-    """Whether an answer is what was found: a measured number nearly, anything else to the letter."""
+    """Whether an answer agrees with the result: a measured number approximately, anything else exactly."""
     if isinstance(found, float) and isinstance(answer, int | float):
         return abs(answer - found) <= NEAR * abs(found)
     return str(answer).strip().casefold() == str(found).casefold()
 
 
 def compare(question: str, **found) -> None:
-    """Print what was found beside what was kept, part by part. What has no answer yet is not told."""
+    """Print the results next to the kept answers. A result without an answer is not shown."""
     kept, rows = _kept.get(question, {}), []
     _right[question] = []
     for part, value in found.items():
@@ -47,20 +46,33 @@ def compare(question: str, **found) -> None:
 
 
 def answered(question: str) -> bool:
-    """Whether a part of this question has an answer; before that, nothing that gives it away is shown."""
+    """Whether a part of this question has an answer. Notebooks show nothing that gives it away before."""
     return bool(_kept.get(question))
 
 
 def score() -> None:
-    """Print how many of the answers so far were right."""
+    """Print how many of the answers so far were correct."""
     answered = sum(map(len, _right.values()))
     right = sum(map(sum, _right.values()))
     print(f"{right} of {answered} predictions right, in {len(_right)} questions")
 
 
-# The claims of notebook 6.
-
-ASKED = written.beside(__file__)["claims"]
+# The claims of notebook 6, as the articles' page words them, four of each verdict. The notebooks have shown what
+# decides each of them.
+ASKED = (
+    "on 8 GPUs ZeRO-3 needs 8 times less memory than DDP",
+    "ZeRO-2 saves bandwidth as well as memory",
+    "the printed ZeRO-3 frees what it has gathered",
+    "ZeRO leaves activations as they are",
+    "ZeRO-3 needs no all-gather at the end of the step",
+    "too-large buckets spike memory",
+    "the gradient sync overlaps with the optimizer's step",
+    "an all-reduce sends 2 (N-1)/N of the buffer",
+    "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
+    "ZeRO-3 sends 50% more than DDP",
+    "DDP communicates least, ZeRO-1 and -2 more, and ZeRO-3 most",
+    "the optimizer state is the largest part of what training needs",
+)
 
 
 def ask() -> None:
@@ -70,7 +82,7 @@ def ask() -> None:
 
 
 def vote_for(verdict: str) -> str:
-    """The vote that is right for a verdict: "holds", "when" or "not"."""
+    """The correct vote for a verdict: "holds", "when" or "not"."""
     return {"holds": "holds", "does not hold": "not"}.get(verdict, "when")
 
 

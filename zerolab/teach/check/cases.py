@@ -1,191 +1,203 @@
-"""The cases in which a file is tried: small trainings, with other data on each rank, and what is rare in them."""
+"""The cases in which a file is tried: small trainings, with different data on each rank, and unusual models."""
 
 import functools
-import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.nn import functional as F
 
-from zerolab.properties import fixtures
-from zerolab.teach import written
+from zerolab.run import process_group
+from zerolab.teach.check import models
+from zerolab.teach.check.findings import Differs
 
-# With a large eps the update depends on the gradient's size: a sum in place of a mean shows.
-ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
-WIDTH = 48
+WIDTH = 48  # of the layers whose bytes are counted
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`act(engine class, case, **given)` trains a little. `at` is what a finding says of it."""
+    """`train(cls, group, seed)` trains a little with an engine class. `at` is how a finding describes the case.
 
-    act: Callable
+    With `memory` bytes are counted and not values, in a group that moves nothing, because gloo keeps its own buffers.
+    With `alone` this rank is alone in its group.
+    """
+
+    train: Callable
     at: str = ""
-    given: dict = field(default_factory=dict)
-    only: tuple[str, ...] = ()  # names of exercises, or of functions; none: all
-    memory: bool = False  # count bytes
-    refused: bool = False  # the chapter raises a RuntimeError
-    within: str = "all"  # the group: of all ranks; of this rank "alone"; or a "silent" one, that moves nothing
-    seed: int = 0
+    memory: bool = False
+    alone: bool = False
 
     @property
-    def group(self):
-        return getattr(groups_of(dist.group.WORLD), self.within)
-
-    @property
-    def shard_bytes(self) -> int:
-        return 4 * (WIDTH * WIDTH + WIDTH) // dist.get_world_size() + 256
+    def group(self) -> dist.ProcessGroup:
+        groups = groups_of(dist.group.WORLD)
+        return groups.silent if self.memory else groups.alone if self.alone else groups.everyone
 
 
 @functools.cache
 def groups_of(world) -> types.SimpleNamespace:
-    """None is the default group, so that a collective that was given none shows."""
-    patience = timedelta(seconds=20)  # with another rank, in a collective
+    """The groups of all cases. None of them is the default group, so that a collective that was given none shows.
+
+    gloo waits in a reduce-scatter for a copy of its input, and lets go of buffers a moment after `wait()`. So the exact
+    bytes of what an engine keeps alive are counted in the `silent` group.
+    """
+    patience = timedelta(seconds=20)  # for another rank, in a collective
     new = partial(dist.new_group, group_desc="for all checks", timeout=patience)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return types.SimpleNamespace(all=new(), alone=alone, silent=fixtures.silent_group())
+    silent = dist.new_group(backend="fake", group_desc="silent")
+    return types.SimpleNamespace(everyone=new(), alone=alone, silent=silent)
 
 
-def build(cls, case: Case, model: Callable, dtype=torch.float64, bucket_bytes: int = 320):
-    """An engine. Each rank builds a model with other weights, of which the first rank's are the right ones."""
-    options = {} if cls.__name__ == "ZeRO3" else {"bucket_mb": bucket_bytes / 2**20}
-    seed = 100 * case.seed + dist.get_rank()
-    made = fixtures.seeded(model, seed, dtype)
-    return cls(made, ADAMW(made.parameters()), group=case.group, **options)
+def build(cls, group, seed: int, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=None, **options):
+    """An engine. Each rank builds a model with different weights; all must start with those of the first rank."""
+    if cls.__name__ != "ZeRO3" and bucket_bytes is not None:
+        options["bucket_mb"] = bucket_bytes / 2**20
+    model = models.seeded(make, 100 * seed + dist.get_rank(), dtype)
+    # With a large eps the update depends on the gradient's size, so a sum in place of a mean shows.
+    optimizer = optimizer or partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+    return cls(model, optimizer(model.parameters()), group=group, **options)
 
 
-def tokens(case: Case, step: int):
-    return fixtures.token_batch(step + 10 * case.seed, dist.get_rank())
+def tokens(seed: int, step: int):
+    return models.tokens(step + 10 * seed, dist.get_rank())
 
 
-def backward(engine, case: Case, step: int = 0) -> None:
-    inputs, targets = tokens(case, step)
+def backward(engine, seed: int, step: int = 0) -> None:
+    inputs, targets = tokens(seed, step)
     F.cross_entropy(engine(inputs), targets).backward()
 
 
-def one_weight_of(more: bool) -> nn.Module:
-    """Its one bucket is so small that all ranks but the first own only padding."""
-    layers = [nn.Linear(2, 1, bias=False)]
-    if more:
-        layers.append(nn.Linear(1, 40))
-    return nn.Sequential(*layers)
+def must_raise(what: str, function: Callable) -> None:
+    """Raises `Differs` unless `function()` raises a RuntimeError, and not because of another rank or a blank."""
+    try:
+        function()
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        if process_group.lost(str(error)):
+            raise
+    else:
+        raise Differs(what, "a RuntimeError", "no error")
 
-
-odd_model = partial(fixtures.OddModel, frozen_block=1)
-
-
-class BiasLast(fixtures.OddModel):
-    """Its last addition saves nothing, so the bias's gradient is the first sign of a backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, inputs):
-        return super().forward(inputs) + self.bias
-
-
-MODELS = vars(fixtures) | {
-    "OddModel": odd_model,
-    "BiasLast": BiasLast,
-    "TwoCheckpointed": partial(fixtures.Checkpointed, 2),
-}
 
 # What is done.
 
 
-def two_steps(cls, case: Case, dtype: str = "float64", model: str = "OddModel") -> None:
+def two_steps(cls, group, seed: int, **options) -> None:
     """One backward before the first step, two before the second, an evaluation in between."""
-    engine = build(cls, case, MODELS[model], getattr(torch, dtype))
-    engine.training_step(*tokens(case, 0), F.cross_entropy)
+    engine = build(cls, group, seed, **options)
+    engine.training_step(*tokens(seed, 0), F.cross_entropy)
     with torch.no_grad():
-        engine(tokens(case, 1)[0])
-    backward(engine, case, 2)
-    engine.training_step(*tokens(case, 3), F.cross_entropy)
+        engine(tokens(seed, 1)[0])
+    backward(engine, seed, 2)
+    engine.training_step(*tokens(seed, 3), F.cross_entropy)
 
 
-def crossing(cls, case: Case) -> None:
-    """Every other rank runs the layers in the opposite order: so their gradients are finished."""
-    engine = build(cls, case, fixtures.Lanes)
+def crossing(cls, group, seed: int) -> None:
+    """Every other rank runs the layers in the opposite order, so their gradients are finished in other orders."""
+    engine = build(cls, group, seed, models.Lanes)
     if dist.get_rank() % 2:
-        engine.model.way = engine.model.way[::-1]
+        engine.model.way.reverse()
     for step in range(2):
-        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), 8, torch.float64)
+        inputs, targets = models.vectors(step + 10 * seed, dist.get_rank(), 8, 8)
         engine.training_step(inputs, targets, F.mse_loss)
 
 
-def one_weight(cls, case: Case, more: bool = True, clip: bool = False) -> None:
-    engine = build(cls, case, partial(one_weight_of, more))
-    inputs = fixtures.vector_batch(case.seed, dist.get_rank(), 2, torch.float64)[0]
+def one_weight(cls, group, seed: int, more: bool = True) -> None:
+    engine = build(cls, group, seed, partial(models.OneWeight, more))
+    inputs = models.vectors(seed, dist.get_rank(), 2)[0]
     for _ in range(2):
         engine(inputs).square().sum().backward()
-        if clip:
-            engine.clip_grad_norm_(0.01)
         engine.step()
         engine.zero_grad()
 
 
-def freed_unused(cls, case: Case) -> None:
-    engine = build(cls, case, odd_model)
+def freed_unused(cls, group, seed: int) -> None:
+    engine = build(cls, group, seed)
     for unit in engine.units:
         unit.start_gather()
         unit.free()
 
 
-def no_backward(cls, case: Case) -> None:
-    engine = build(cls, case, odd_model)
-    engine.training_step(*tokens(case, 0), F.cross_entropy)
-    engine.step()
+def replaced_gradients(cls, group, seed: int) -> None:
+    """ZeRO-1 refuses a param.grad that is not in its bucket: each parameter's, and a step goes on after it."""
+    engine = build(cls, group, seed)
+    for name, param in engine.model.named_parameters():
+        if param.requires_grad:
+            backward(engine, seed)
+            param.grad = None
+            must_raise(f"a step when param.grad of {name} was replaced", engine.step)
+            engine.zero_grad()
+    engine.training_step(*tokens(seed, 0), F.cross_entropy)
 
 
-def replaced_gradients(cls, case: Case) -> None:
-    """Gradients that autograd made anew, because somebody has dropped the views of the buffer."""
-    engine = build(cls, case, odd_model)
-    engine.training_step(*tokens(case, 0), F.cross_entropy)
-    engine.model.zero_grad()
-    backward(engine, case, 1)
-    engine.step()
+def missing_gradients(cls, group, seed: int, bucket_bytes: int | None = 320) -> None:
+    """ZeRO-2 and ZeRO-3 refuse a step in which a parameter got no gradient, whichever it is; then training goes on."""
+    engine = build(cls, group, seed, models.Lanes, bucket_bytes=bucket_bytes)
+    inputs, targets = models.vectors(seed, dist.get_rank(), 8, 8)
+    for skip in range(len(engine.model.blocks)):
+        engine.model.skip = skip
+        F.mse_loss(engine(inputs), targets).backward()
+        must_raise(f"a step without gradients of blocks.{skip}", engine.step)
+        engine.zero_grad()
+    engine.model.skip = None
+    engine.training_step(inputs, targets, F.mse_loss)
+    must_raise("a step without a backward", engine.step)
 
 
-def clipping(cls, case: Case, max_norm: float = 0.05, norm_type: float = 2.0) -> None:
-    engine = build(cls, case, odd_model)
-    backward(engine, case)
-    engine.clip_grad_norm_(max_norm, norm_type)
-    engine.step()
+def changed_in_place(cls, group, seed: int) -> None:
+    engine = build(cls, group, seed, models.ChangedInPlace)
+    inputs, targets = tokens(seed, 0)
+    loss = F.cross_entropy(engine(inputs), targets)
+    must_raise("a backward after a saved tensor was changed in place", loss.backward)
+    engine.zero_grad()
+    engine.free_all()  # also waits for what was gathered ahead
 
 
-def clipping_what_is_no_number(cls, case: Case, norm_type: float = 2.0) -> None:
-    for rank, value in product(range(case.group.size()), (math.nan, math.inf)):
-        engine = build(cls, case, odd_model)
-        backward(engine, case)
-        engine.reduce_gradients()
-        if dist.get_rank() == rank:
-            engine.buckets[0].shard.grad[0] = value
-        engine.clip_grad_norm_(0.05, norm_type)
-
-
-def count_bytes(cls, case: Case) -> None:
-    engine = build(cls, case, partial(fixtures.Stack, 6, WIDTH), torch.float32, 4 * (WIDTH * WIDTH + WIDTH))
+def count_bytes(cls, group, seed: int) -> None:
+    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    engine = build(cls, group, seed, partial(models.Stack, 6, WIDTH), torch.float32, layer_bytes)
     for step in range(2):
-        inputs, targets = fixtures.vector_batch(step, dist.get_rank(), WIDTH)
+        inputs, targets = models.vectors(step, dist.get_rank(), WIDTH, dtype=torch.float32)
         engine.training_step(inputs, targets, F.mse_loss)
 
 
-@functools.cache
-def seeded_cases(seed: int) -> list[Case]:
-    """What cases.toml has, each once."""
-    rows = written.beside(__file__)["case"]
-    return [Case(**{**row, "act": globals()[row["act"]], "seed": seed}) for row in rows]
-
-
-def cases_of(name: str, where: str, seed: int = 0) -> list[Case]:
-    """The cases for a function of an exercise, or for the whole file."""
-    function = where.rpartition(".")[2]
-    return [case for case in seeded_cases(seed) if not case.only or {name, function} & {*case.only}]
+EVERYWHERE = [
+    Case(two_steps),
+    Case(two_steps, "in a group of one rank (self.world_size is 1)", alone=True),
+    Case(one_weight, "if some ranks own only padding of a bucket"),
+    Case(partial(one_weight, more=False), "if some ranks own nothing but padding"),
+    Case(partial(two_steps, dtype=torch.float32), "in float32"),
+    Case(count_bytes, "counted in bytes", memory=True),
+]
+IN_BUCKETS = [
+    Case(crossing, "if ranks finish their gradients in different orders"),
+    Case(partial(two_steps, make=models.Empty), "if a bucket's only parameter has no elements"),
+    Case(partial(two_steps, optimizer=torch.optim.Adagrad), "with Adagrad"),
+]
+MISSING = Case(missing_gradients, "if a parameter gets no gradient")
+OF_CHAPTER = {
+    "zero1": [*EVERYWHERE, *IN_BUCKETS, Case(replaced_gradients, "if a param.grad was replaced")],
+    "zero2": [
+        *EVERYWHERE,
+        *IN_BUCKETS,
+        MISSING,
+        Case(partial(missing_gradients, bucket_bytes=None), "if a part of a bucket gets no gradient"),
+    ],
+    "zero3": [
+        *EVERYWHERE,
+        Case(partial(two_steps, prefetch=2), "with prefetch 2"),
+        Case(partial(two_steps, prefetch=0), "with prefetch 0"),
+        Case(partial(two_steps, make=models.SharedInside), "if two units share a weight"),
+        Case(partial(two_steps, make=models.Checkpointed), "if units are recomputed in backward"),
+        Case(partial(two_steps, make=models.TwoCheckpointed), "if several units are recomputed together"),
+        Case(partial(two_steps, make=models.BiasLast), "if a gradient is the first event of a backward"),
+        Case(freed_unused, "if a unit is freed that is still being gathered"),
+        Case(changed_in_place, "if a saved tensor is changed in place"),
+        MISSING,
+    ],
+}

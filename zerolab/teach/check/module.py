@@ -1,89 +1,103 @@
-"""A student's file as a module in which all but one blank are the chapter's, and the chapter as one beside it.
+"""A student's file as a module in which all blanks but one are the chapter's, and the chapter itself as a module.
 
-So until the blank's function is called for the first time, both runs have the same state.
+So until a function of the blank is called for the first time, both runs have the same state.
 """
 
 import ast
 import contextlib
+import inspect
 import sys
+import textwrap
 import types
 from pathlib import Path
 
-from zerolab.teach import written
-from zerolab.teach.exercise import EXERCISES, ROOT, Blank, Check, find
+from zerolab.run.ranks import ROOT
+from zerolab.teach.exercise import find
+from zerolab.teach.exercises import EXERCISES
+from zerolab.teach.exercises.kinds import Blank, ChapterExercise
 
 
-class Broken(Exception):
-    """The file cannot be used at all; the message says why."""
+class Unusable(Exception):
+    """The file cannot be used at all. The message says why."""
 
 
-class Missing(Broken):
-    """A blank's function is not in it, or the class; others may be."""
+class Missing(Unusable):
+    """The file does not have a function of the blank, or the class. Other blanks may be there."""
 
 
-def _put(tree: ast.Module, where: str, function: ast.FunctionDef) -> None:
-    """Put `function` in the place of the one that is called `where`."""
+def _replace(tree: ast.Module, where: str, function: ast.FunctionDef) -> None:
+    """Put `function` in the place of the one that is called `where`, or at the end if there is none."""
     owner, _, name = where.rpartition(".")
     body = find(tree, owner).body if owner else tree.body
-    for number, statement in enumerate(body):
+    for index, statement in enumerate(body):
         if isinstance(statement, ast.FunctionDef) and statement.name == name:
-            body[number] = function
+            body[index] = function
             return
     body.append(function)
 
 
-def _chapter_tree(name: str) -> ast.Module:
-    """The exercise's chapter, with what the exercise asks for beyond it."""
-    exercise = EXERCISES[name]
-    tree = ast.parse((ROOT / exercise.source).read_text())
-    for blank in exercise.blanks:
-        for function in ast.parse(blank.answer).body:
-            _put(tree, blank.where, function)
+def _chapter_tree(exercise: ChapterExercise) -> ast.Module:
+    """The chapter, with the exercise's answers to what it asks for beyond the chapter."""
+    tree = ast.parse((ROOT / f"{exercise.chapter}.py").read_text())
+    for where, function in exercise.answers.items():
+        (answer,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        _replace(tree, where, answer)
     return tree
 
 
-def _with_one_blank(name: str, text: str, blank: Blank) -> ast.Module:
-    """The student's file, in which all blanks but this one are the chapter's. Raises LookupError for what is gone."""
-    tree, chapter = ast.parse(text), _chapter_tree(name)
-    tree.body[1:1] = [node for node in chapter.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    place = find(tree, blank.where)
-    for other in EXERCISES[name].blanks:
-        if other is not blank:
-            theirs = find(chapter, other.where)
-            with contextlib.suppress(LookupError):  # it may be gone
-                place = find(tree, other.where)
-            for node in ast.walk(theirs):
-                ast.copy_location(node, place)  # a line of this file
-            _put(tree, other.where, theirs)
+def _with_one_blank(exercise: ChapterExercise, text: str, blank: Blank) -> ast.Module:
+    """The student's file, in which all other blanks are the chapter's. Raises LookupError for a missing function."""
+    tree, chapter = ast.parse(text), _chapter_tree(exercise)
+    tree.body[1:1] = [node for node in chapter.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for where in blank.where:
+        place = find(tree, where)
+    for other in exercise.blanks:
+        if other is blank:
+            continue
+        for where in other.where:
+            function = find(chapter, where)
+            with contextlib.suppress(LookupError):  # the student may have deleted it
+                place = find(tree, where)
+            for node in ast.walk(function):
+                ast.copy_location(node, place)  # errors name a line of the student's file
+            _replace(tree, where, function)
     return tree
 
 
-def chapter(name: str) -> types.ModuleType:
-    return written.executed(_chapter_tree(name), f"chapter_{name}", EXERCISES[name].source)
+def _run(tree: ast.Module, name: str, file: str) -> types.ModuleType:
+    """A module of this code, which is called `file` in errors."""
+    module = types.ModuleType(name)
+    module.__file__ = file
+    exec(compile(tree, file, "exec"), vars(module))
+    return module
 
 
-def load(name: str, file: str, check: Check) -> types.ModuleType:
-    """The student's file; where a blank is checked, all others are the chapter's. Raises Broken."""
+def chapter(exercise: ChapterExercise) -> types.ModuleType:
+    return _run(_chapter_tree(exercise), f"chapter_{exercise.chapter}", f"{exercise.chapter}.py")
+
+
+def load(name: str, file: str, check) -> types.ModuleType:
+    """The student's file. If `check` is a blank, all other blanks are the chapter's. Raises Unusable."""
     exercise = EXERCISES[name]
-    source = exercise.source.removesuffix(".py")
-    known = sys.modules[source]
+    is_chapter = isinstance(exercise, ChapterExercise)
+    known = sys.modules.get(exercise.chapter)
     try:
         text = Path(file).read_text()
         try:
-            tree = _with_one_blank(name, text, check) if check.where else ast.parse(text)
-            find(tree, exercise.engine)  # it must be the file's own, and not one that is imported
+            tree = _with_one_blank(exercise, text, check) if isinstance(check, Blank) else ast.parse(text)
+            find(tree, exercise.engine)  # it must be defined in the file, and not imported
         except LookupError as error:
-            raise Missing(f"{error} in it, which this exercise is to write") from error
-        if exercise.blanks:  # to import the chapter that is written anew is an error: `zero2` for `zero1` is a slip
-            sys.modules[source] = None
-        return written.executed(tree, f"student_{name}", file)
+            raise Missing(f"{error} in it, which this exercise asks for") from error
+        if is_chapter:
+            sys.modules[exercise.chapter] = None  # importing the chapter that is written anew is an error
+        return _run(tree, f"student_{name}", file)
     except SyntaxError as error:
-        raise Broken(f"line {error.lineno}: {error.msg}") from error
+        raise Unusable(f"line {error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:
-        raise Broken(str(error)) from error
+        raise Unusable(str(error)) from error
     except ImportError as error:
-        if f"{error.name}.py" == exercise.source:
-            raise Broken(f"it imports {exercise.source}, the reference, which it is to replace") from error
+        if is_chapter and error.name == exercise.chapter:
+            raise Unusable(f"it imports {exercise.chapter}.py, the chapter that it is to replace") from error
         raise
     finally:
-        sys.modules[source] = known
+        sys.modules[exercise.chapter] = known

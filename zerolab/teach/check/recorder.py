@@ -1,26 +1,30 @@
-"""Writes down the collectives of a run, when they were waited for, and whether their input stayed as it was."""
+"""Writes down the collectives of a run: when they were waited for, and whether their input stayed as it was."""
 
 import contextlib
 import inspect
-import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import zero1
+import zero2
 from zerolab.measure.held import tensor_leaves
-from zerolab.properties.overlap import replaced
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")  # the others' names begin so
-COLLECTIVES = (*KINDS, "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-               "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "barrier",
-               "all_gather_object", "broadcast_object_list")  # fmt: skip
-signature = cache(inspect.signature)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")  # the others' names begin like these
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
+NAMES = (
+    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "barrier"),
+    *("all_gather", "all_gather_single", "all_gather_into_tensor", "all_gather_object"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "broadcast_object_list"),
+)
 
 
 @dataclass(eq=False)
@@ -29,10 +33,9 @@ class Issued:
 
     name: str
     nbytes: int
-    line: str  # ", issued in line 7", if that is in the student's file
     group: dist.ProcessGroup
     given: torch.Tensor | None  # a copy of its input
-    outputs: set[int]  # the storages that it writes into
+    outputs: set[int]  # the storages that it writes to
     in_flight: bool = False
     spoilt: bool = False  # its input was changed or freed before somebody waited for it
 
@@ -42,18 +45,20 @@ class Issued:
 
     @property
     def kind(self) -> str:
-        return next((kind.replace("_", "-") for kind in KINDS if self.name.startswith(kind)), self.name)
+        for kind in KINDS:
+            if self.name.startswith(kind):
+                return kind.replace("_", "-")
+        return self.name
 
     @property
     def what(self) -> str:
-        size = f" of {self.nbytes:,} bytes" if self.nbytes else ""
-        return f"{self.name}{size}{self.line}"
+        return f"{self.name} of {self.nbytes:,} bytes" if self.nbytes else self.name
 
 
 class Work:
-    """A collective's work that knows whether somebody has waited for it. It keeps no tensor alive."""
+    """The work of a collective. It knows whether somebody has waited for it, and keeps no tensor alive."""
 
-    def __init__(self, work, recorder: "Recorder", issued: Issued, inputs):
+    def __init__(self, work, recorder: "Recorder", issued: Issued, inputs: list[torch.Tensor]):
         self._work, self._recorder, self.issued = work, recorder, issued
         self._inputs = [(weakref.ref(tensor), tensor._version) for tensor in inputs]
         issued.in_flight = True
@@ -74,23 +79,25 @@ class Work:
 
 
 class Recorder:
-    """Stands in front of the functions of torch.distributed. `issued` are the collectives since `forget`.
+    """`with recorder.recording():` writes down what the functions of torch.distributed start; `issued` since `begin`.
 
-    What is issued is named by its line in `file`. `count` is how many were issued or waited for in all, `last` the name
-    of the last of them, which is also written to `note`: for whoever finds this rank dead.
+    `count` is how many collectives were started or waited for in all, and `last` the name of the last of them. That is
+    also written to the file `note`, for whoever finds this rank dead.
     """
 
     def __init__(self, file: str, note: Path):
         self.file, self.count, self.last = file, 0, ""
         self._note = open(note, "w")  # noqa: SIM115  as long as this rank lives
-        self.copies = True  # of what is sent
-        self.forget()
+        self.begin()
 
-    def forget(self, expected=None) -> None:
-        """From here on another run is written down. `expected(issued)` may raise, before a collective is started."""
+    def begin(self, expected: Callable[[Issued], None] | None = None, copies: bool = True) -> None:
+        """Another run begins. `expected(issued)` may raise, before a collective is started.
+
+        With `copies` the input of each collective is kept.
+        """
         self.issued: list[Issued] = []
-        self.most = Counter()  # kind -> how many were in flight at once, since somebody emptied it
-        self.expected = expected
+        self.most = Counter()  # kind -> how many were in flight at once
+        self.expected, self.copies = expected, copies
 
     def count_in_flight(self, kind: str) -> None:
         now = sum(issued.in_flight and issued.kind == kind for issued in self.issued)
@@ -99,33 +106,30 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self):
         functions = {}
-        for name in COLLECTIVES:
+        for name in NAMES:
             if hasattr(dist, name):
-                functions[name] = partial(self._call, name, getattr(dist, name))
-        with replaced(**functions):
+                functions[name] = partial(
+                    self._start, name, getattr(dist, name), inspect.signature(getattr(dist, name))
+                )
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.multiple(dist, **functions))
+            # The chapters' names for two of torch's functions.
+            patches.enter_context(mock.patch.object(zero1, "all_gather", functions["all_gather_single"]))
+            patches.enter_context(mock.patch.object(zero2, "reduce_scatter", functions["reduce_scatter_single"]))
             yield
 
     def enter(self, what: str) -> None:
-        """This rank issues that collective, or waits for it."""
+        """This rank starts this collective, or waits for it."""
         self.count += 1
         self.last = what
         self._note.seek(0)
         self._note.write(f"{what[:200]:<200}")
         self._note.flush()
 
-    def line(self) -> str:
-        """`, issued in line 7`: where in the file the innermost of this function's callers stands that is there."""
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code.co_filename == self.file:
-                return f", issued in line {frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-
-    def _call(self, name, real, *args, **kwargs):
-        given = signature(real).bind(*args, **kwargs).arguments
+    def _start(self, name, real, signature, *args, **kwargs):
         nbytes, inputs, outputs = 0, [], []
-        for key, value in given.items():
+        arguments = signature.bind(*args, **kwargs).arguments
+        for key, value in arguments.items():
             tensors = tensor_leaves([value])
             nbytes = max(nbytes, sum(tensor.nbytes for tensor in tensors))
             if key == "tensor" or key.startswith("input"):
@@ -134,10 +138,8 @@ class Recorder:
                 outputs += tensors
         outputs += inputs if name in IN_PLACE else []
         places = {tensor.untyped_storage()._cdata for tensor in outputs}
-        copy = None
-        if inputs and self.copies:
-            copy = torch.cat([tensor.detach().flatten() for tensor in inputs])
-        issued = Issued(name, nbytes, self.line(), given.get("group") or dist.group.WORLD, copy, places)
+        copy = torch.cat([tensor.detach().flatten() for tensor in inputs]) if inputs and self.copies else None
+        issued = Issued(name, nbytes, arguments.get("group") or dist.group.WORLD, copy, places)
         if name != "barrier":
             if self.expected is not None:
                 self.expected(issued)
@@ -146,5 +148,5 @@ class Recorder:
         result = real(*args, **kwargs)
         if not isinstance(result, dist.Work):
             return result
-        # What lies in the output is changed by the collective itself.
+        # The collective itself changes what is in its output.
         return Work(result, self, issued, [each for each in inputs if each.untyped_storage()._cdata not in places])

@@ -8,12 +8,12 @@ from zerolab.teach.check.recorder import Work
 
 CLASSES = ("ZeRO1", "ZeRO2", "ZeRO3", "Bucket", "Unit", "Reduction")
 PLAIN = (int, float, str, slice)
-NOT_COMPARED = ("backward_id",)  # autograd's count goes on from run to run
+NOT_COMPARED = ("backward_id",)  # autograd counts on from run to run
 
 
 @dataclass
 class Held:
-    """A tensor: `value` is None while a collective writes into it, or where its storage is too small to be read."""
+    """A tensor: `value` is None while a collective writes to it, or if its storage is too small to be read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,31 +29,33 @@ class Held:
 class State:
     """`holds`: {path: tensor or plain value}. What is not there counts as None."""
 
-    writing: set[int] = field(default_factory=set)  # the storages that a collective in flight writes into
+    writing: set[int] = field(default_factory=set)  # the storages that a collective in flight writes to
     holds: dict[str, object] = field(default_factory=dict)
     _first: dict[int, str] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
     def add(self, path: str, thing) -> None:
-        if isinstance(thing, PLAIN):  # most are
+        if isinstance(thing, PLAIN):
             self.holds[path] = thing
         elif isinstance(thing, torch.Tensor):
             self._add_tensor(path, thing)
         elif isinstance(thing, Work):
             if thing.issued.in_flight:  # one that is over may be kept, or dropped
                 self.holds[path] = "a collective in flight"
+        elif isinstance(thing, dict) and path.startswith("what "):  # returned; an engine's are indexes over its buckets
+            self.add(path, list(thing.values()))
         elif isinstance(thing, (list, tuple)):
             self.holds[f"len({path})"] = len(thing)
-            for number, each in enumerate(thing):
-                self.add(f"{path}[{number}]", each)
-        elif isinstance(thing, dict) and path.startswith("what "):  # that is returned
-            self.add(path, list(thing.values()))
-        elif type(thing).__name__ in CLASSES and id(thing) not in self._seen:
+            for index, each in enumerate(thing):
+                self.add(f"{path}[{index}]", each)
+        elif id(thing) in self._seen:
+            self.holds[path] = getattr(thing, "name", "seen before")  # a unit's neighbours are units
+        elif type(thing).__name__ in CLASSES:
             self._seen.add(id(thing))
             for name, value in vars(thing).items():
-                if isinstance(value, set):  # `missing`: parameters, which may have no memory to be printed
-                    names = [each for each, param in zip(thing.names, thing.params) if param in value]
-                    self.holds[f"{path}.{name}"] = names
+                if name == "missing":
+                    pairs = zip(thing.names, thing.params)
+                    self.holds[f"{path}.missing"] = [name for name, param in pairs if param in value]
                 elif name not in NOT_COMPARED:
                     self.add(f"{path}.{name}", value)
 

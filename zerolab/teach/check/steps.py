@@ -1,8 +1,9 @@
-"""What `./launch.sh check` runs on every rank: try the student's blanks, and write down the verdicts.
+"""What `./launch.sh check` runs on every rank: try the student's blanks or targets, and write down the verdicts.
 
 `report.py` starts the ranks and reads the verdicts.
 """
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -14,17 +15,16 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from zerolab.properties.property import Differs
 from zerolab.run import process_group, ranks
-from zerolab.teach import written
-from zerolab.teach.check import cases
+from zerolab.run.ranks import ROOT
+from zerolab.teach.check.cases import OF_CHAPTER, Case, groups_of
 from zerolab.teach.check.difference import Comparison, Run
-from zerolab.teach.check.module import Broken, Missing, chapter, load
+from zerolab.teach.check.findings import Differs
+from zerolab.teach.check.module import Missing, Unusable, chapter, load
 from zerolab.teach.check.recorder import Recorder
 from zerolab.teach.check.tasks import judge
-from zerolab.teach.exercise import EXERCISES, ROOT, Check
-
-ERRORS = written.beside(__file__, "errors")["error"]
+from zerolab.teach.exercises import EXERCISES
+from zerolab.teach.exercises.kinds import Task, WholeFile
 
 
 class Examination:
@@ -34,64 +34,81 @@ class Examination:
         self.name, self.exercise = name, EXERCISES[name]
         self.folder, self.seconds, self.seed, self.rank = folder, seconds, seed, dist.get_rank()
         self.recorder = Recorder(os.path.realpath(file), Path(folder, f"now.{self.rank}"))
-        self.right = {}  # case -> what the chapter does, whichever blank is compared with it
+        self.right: dict[Case, Run] = {}  # what the chapter does, for all blanks
 
-    def tell(self, item, verdict: dict) -> list[dict | None]:
-        """This rank's verdict on an item; returns all ranks'."""
+    def exchange(self, item, verdict: dict) -> list[dict | None]:
+        """Write down this rank's verdict on an item. Returns the verdicts of all ranks."""
         ranks.say(self.folder, item, self.rank, verdict)
         return ranks.everyone(self.folder, item, dist.get_world_size(), self.seconds + 10)
 
-    def try_check(self, check: Check, item: int) -> dict:
-        """This rank's verdict: of the first case in which any rank finds something. A target has one case."""
+    def try_check(self, check, item: int) -> dict:
+        """This rank's verdict, in the first case in which any rank finds something."""
         verdict, theirs = {"status": "passed"}, None
-        found = cases.cases_of(self.name, check.where, self.seed)
-        for number, case in enumerate(found[:1] if self.exercise.targets else found):
-            if (crash := Path(self.folder, f"crash.{self.rank}")).exists():  # else nobody starts new ranks
-                faulthandler.dump_traceback_later(self.seconds, exit=True, file=open(crash, "w"))  # noqa: SIM115
-            try:
-                if theirs is None:
-                    theirs = load(self.name, self.recorder.file, check)
-                self.try_case(theirs, check, case)
-            except BaseException as error:
-                loading = theirs is None and not isinstance(error, Missing)
-                verdict = {"at": case.at, **verdict_of(error, self.recorder), "loading": loading}
-            faulthandler.cancel_dump_traceback_later()
-            verdicts = self.tell(f"{item}.case{number}", verdict)
+        is_task = isinstance(self.exercise, Task)
+        cases = [None] if is_task else OF_CHAPTER[self.exercise.chapter]
+        for number, case in enumerate(cases):
+            with self.limited():
+                try:
+                    if theirs is None:
+                        theirs = load(self.name, self.recorder.file, check)
+                    if is_task:
+                        judge(self.name, check, getattr(theirs, self.exercise.engine), self.recorder, self.seed)
+                    else:
+                        self.try_case(theirs, check, case)
+                except (Exception, SystemExit, KeyboardInterrupt) as error:
+                    loading = theirs is None and not isinstance(error, Missing)
+                    at = "" if is_task else case.at
+                    verdict = {"at": at, **verdict_of(error, self.recorder), "loading": loading}
+            verdicts = self.exchange(f"{item}.case{number}", verdict)
             if any(each is None or each["status"] != "passed" for each in verdicts):
                 break
         return {**verdict, "count": self.recorder.count}
 
-    def try_case(self, theirs: ModuleType, check: Check, case: cases.Case) -> None:
-        """Raises what the student's module does otherwise than the chapter in this case, or than a target."""
-        exercise, engine = self.exercise, self.exercise.engine
-        if exercise.targets:
-            return judge(exercise, check, getattr(theirs, engine), self.recorder, self.seed)
-        whole = f"{engine}.training_step"
+    @contextlib.contextmanager
+    def limited(self):
+        """End this process if the block takes more than `seconds`. (In tests nobody would start new ranks.)"""
+        crash = Path(self.folder, f"crash.{self.rank}")
+        if crash.exists():
+            with open(crash, "w") as file:
+                faulthandler.dump_traceback_later(self.seconds, exit=True, file=file)
+                try:
+                    yield
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+        else:
+            yield
+
+    def try_case(self, theirs: ModuleType, check, case: Case) -> None:
+        """Raises what the student's module does differently from the chapter in this case."""
+        engine = self.exercise.engine
+        whole = (f"{engine}.training_step",)
         if case not in self.right:
-            right = Run(case, [whole, *(blank.where for blank in exercise.blanks)])
-            right.train(self.recorder, chapter(self.name), engine)
-            if right.ended:
-                raise right.ended
-            self.right[case] = right
-        where = check.where or whole
-        wrong = Run(case, [where])
-        comparison = Comparison(where, self.right[case], wrong)
-        wrong.train(self.recorder, theirs, engine, comparison.expected)
+            watched = [*whole]
+            for blank in self.exercise.blanks:
+                watched += blank.watched
+            self.right[case] = right = Run(case, tuple(dict.fromkeys(watched)))
+            right.train(self.recorder, chapter(self.exercise), engine, self.seed)
+        right = self.right[case]
+        if right.ended:
+            raise right.ended
+        wrong = Run(case, whole if isinstance(check, WholeFile) else check.watched)
+        comparison = Comparison(right, wrong)
+        wrong.train(self.recorder, theirs, engine, self.seed, comparison.expected)
         comparison.compare()
 
 
 def examine(name: str, file: str, folder: str, numbers: Iterable[int], seconds: float = 60, seed: int = 0) -> None:
-    """Try these checks on this rank. When the ranks have parted no other is tried."""
+    """Try these checks on this rank. After the ranks have diverged no other is tried."""
     examination = Examination(name, file, folder, seconds, seed)
     with examination.recorder.recording():
         for number in numbers:
             verdict = examination.try_check(EXERCISES[name].checks[number], number)
-            if parted(examination.tell(number, verdict)):
-                cases.groups_of.cache_clear()  # a collective that was waited for in vain has broken them
+            if diverged(examination.exchange(number, verdict)):
+                groups_of.cache_clear()  # a collective that was waited for in vain has broken them
                 return
 
 
-def parted(verdicts: list[dict | None]) -> bool:
+def diverged(verdicts: list[dict | None]) -> bool:
     """Whether the ranks have stopped in different places: then they cannot try anything else together."""
     counts = {None if verdict is None or verdict["status"] == "hang" else verdict.get("count") for verdict in verdicts}
     return len(counts) > 1 or None in counts
@@ -99,38 +116,47 @@ def parted(verdicts: list[dict | None]) -> bool:
 
 def verdict_of(error: BaseException, recorder: Recorder) -> dict:
     """What an exception that came out of a case means."""
-    if isinstance(error, Differs):
-        return {"status": "failed", "what": error.what, "expected": error.expected, "found": error.found}
     trace = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in trace if frame.filename == recorder.file]
-    line, said = lines[-1] if lines else None, str(error)
-    if isinstance(error, NotImplementedError) and line and said.startswith("Step "):
-        return {"status": "open", "line": line, "task": said}
-    if isinstance(error, RuntimeError) and process_group.lost(said):
+    line, message = lines[-1] if lines else None, str(error)
+    if isinstance(error, Differs):
+        found = {"what": error.what, "expected": error.expected, "found": error.found, "call": error.call}
+        return {"status": "failed", "line": line, **found}
+    if isinstance(error, NotImplementedError) and line and message.startswith("Step "):
+        return {"status": "open", "line": line, "task": message}
+    if isinstance(error, RuntimeError) and (process_group.lost(message) or "timeout" in message):
         return {"status": "hang", "line": line, "error": f"waits in {recorder.last}"}
-    if explained := _in_a_students_words(said):
+    if explained := explanation(message):
         return {"status": "error", "line": line, "error": explained}
-    if not isinstance(error, Broken):
-        said = f"{type(error).__name__}: {said}"
+    if not isinstance(error, Unusable):
+        message = f"{type(error).__name__}: {message}"
     ours = [frame for frame in trace if frame.filename.startswith(str(ROOT))]
-    if not line and ours and not isinstance(error, Broken):
+    if not line and ours and not isinstance(error, Unusable):
         place = f"{os.path.relpath(ours[-1].filename, ROOT)}, line {ours[-1].lineno}"
-        said += f" (raised in {place}, because of something that this file has left behind)"
-    return {"status": "error", "line": line, "error": said}
+        message += f" (raised in {place}, because of something that this file has left behind)"
+    return {"status": "error", "line": line, "error": message}
 
 
-def _in_a_students_words(said: str) -> str:
-    """What an error of torch means in an exercise; "" for one that says it itself."""
-    for error in ERRORS:
-        if found := re.search(error["said"], said):
-            return error["means"].format(*found.groups())
+def explanation(message: str) -> str:
+    """The cause of some torch errors in an exercise, or ""."""
+    too_small = re.search(
+        r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)", message
+    )
+    if too_small:
+        needed, there = too_small.groups()
+        return (
+            f"a tensor needs {needed} bytes, and its storage has {there}. Does resize_() get bytes (numel() * "
+            "element_size())?"
+        )
+    if "setStorage" in message or "storage of size 0" in message:
+        return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
     return ""
 
 
 def main() -> None:
-    name, file, seconds, backend, device, seed, first, folder = sys.argv[1:]
+    name, file, seconds, seed, first, folder = sys.argv[1:]
     ranks.begin(folder)
-    process_group.start(backend, device)
+    process_group.start("gloo", "cpu")
     numbers = range(int(first), len(EXERCISES[name].checks))
     examine(name, file, folder, numbers, float(seconds), int(seed))
 

@@ -16,7 +16,7 @@ from zerolab.measure.memory_parts import GATHERED, PartsLedger
 from zerolab.measure.timeline import Timeline
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.data import Batches, load_text
-from zerolab.run.model import GPT, GPTConfig, next_token_loss
+from zerolab.run.model import GPT, GPTConfig, initialize, next_token_loss
 
 # Large enough for several of the chapters' default buckets, of 1 MiB. With an odd width there is padding, and with
 # short sequences memory is parameters and gradients rather than activations.
@@ -26,6 +26,12 @@ BATCH = 2  # sequences per rank
 
 def make_model(seed):
     return GPT(SHAPE, seed)
+
+
+def reinitialize(model, seed):
+    """Give a model that has been changed the weights that follow from `seed`."""
+    for name, param in model.named_parameters():
+        initialize(name, param.data, seed)
 
 
 def adamw(params):

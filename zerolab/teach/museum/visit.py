@@ -52,6 +52,9 @@ def explanation(exhibit, asked):
         for label in ("Answer", "Unnoticed", "Read"):
             paragraphs.append(tables.wrapped(f"{label}: {text[label]}"))
         paragraphs.append(f"Caught by: {exhibit.caught_by}")
+        if "::" in exhibit.caught_by:
+            test = f"tests/test_museum.py::test_the_test_that_it_names_fails_with_it[{exhibit.number}]"
+            paragraphs.append(f"To see the test fail: ./launch.sh test '{test}'")
         paragraphs += [f"The code, {exhibit.file.relative_to(ranks.ROOT)}:", exhibit.code]
     else:
         following = "hint" if asked == "clue" else "answer"
@@ -72,9 +75,8 @@ def differences(correct, wrong):
     found = set()
     for line in ("losses", "norms", "scales"):
         for a, b in zip(correct, wrong):
-            if not all(
-                math.isclose(x, y, rel_tol=1e-5) for x, y in zip(a[line], b[line])
-            ):  # NaN is not close to itself
+            pairs = zip(a[line], b[line])
+            if not all(math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
                 found.add(line)
     for line, number in correct[0]["counted"].items():
         tolerance = 0.1 * number if line.startswith("peak") else 0
@@ -95,9 +97,11 @@ def report(correct, wrong):
         rows = [["rank 0, last step", "correct", "this one"]]
         for line, number in correct[0]["counted"].items():
             pair = number, wrong[0]["counted"][line]
+            if not any(pair):
+                continue
             if line in BYTES:
                 rows.append([f"{line}, kB", *(f"{each / 1e3:,.0f}" for each in pair)])
-            elif any(pair):
+            else:
                 rows.append([line, *(str(each) for each in pair)])
         lines += ["", *tables.text(rows, rule=False)]
     for rank in all_ranks:

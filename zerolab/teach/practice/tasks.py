@@ -1,11 +1,13 @@
-"""The tasks of the notebooks: what a solution must do, and in which words a mistake is told. Hints are in tasks.toml.
+"""The tasks of the notebooks: what a solution must do, hints, and where to go on.
 
-A task is given the reader's solution. It returns what is right about it, and raises AssertionError with a sentence. A
-blank raises NotImplementedError, as in an exercise.
+A check is given the reader's solution. It returns a sentence about a correct one, and raises AssertionError with a
+sentence about a mistake. A blank raises NotImplementedError, as in an exercise.
 """
 
 import copy
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -184,5 +186,79 @@ def check_wrap(solution) -> str:
     return f"units: {', '.join(units)}; rank 0 of 4 holds {local:,} of {total:,} elements"
 
 
-CHECKS = (check_held, check_cut, check_ring, check_zero1, check_reduction, check_gather, check_wrap)
-TASKS = {check.__name__.removeprefix("check_"): check for check in CHECKS}
+@dataclass(frozen=True)
+class Task:
+    """`hints` are given one by one on request; `onward` says where to go on after a correct solution."""
+
+    check: Callable[[object], str]
+    hints: tuple[str, ...]
+    onward: str
+
+
+def whole_class(chapter: str) -> str:
+    return f"the whole class: ./launch.sh exercise {chapter}, then ./launch.sh check {chapter}. Bugs: ./launch.sh bug"
+
+
+TASKS = {
+    "held": Task(
+        check_held,
+        hints=(
+            "three terms: 4 bytes for parameters, 4 for gradients, 8 for the optimizer state. Which are divided by N?",
+            "ZeRO-1 divides the third, ZeRO-2 the second and third, ZeRO-3 all three",
+        ),
+        onward="question 1 below asks where this leads at N = 1,000",
+    ),
+    "cut": Task(
+        check_cut,
+        hints=(
+            "first the length of a shard: 10 / 4, rounded up. -(-a // b) rounds up",
+            "then add zeros until there are ranks * size values",
+            "shard r is values[r * size : (r + 1) * size]",
+        ),
+        onward="the chapter does this in step 0: ./launch.sh exercise zero1",
+    ),
+    "ring": Task(
+        check_ring,
+        hints=(
+            "in round t rank r sends the sum of shard (r - 1 - t) % N, so that the sum of shard s ends on rank s",
+            "it goes to rank (r + 1) % N, which adds it to what it has there",
+            "buffers[(rank + 1) % N][shard] += buffers[rank][shard], for every rank, with the shard of hint 1",
+        ),
+        onward="the next cells do all rounds, and then the all-gather",
+    ),
+    "zero1": Task(
+        check_zero1,
+        hints=(
+            "step 3: all_reduce gives the sum on every rank, in place, and you need the mean",
+            "step 5: all_gather_single(output, input): the whole is the output, this rank's shard the input",
+            "this rank's shard, updated in step 4, is weights[own]",
+        ),
+        onward=whole_class("zero1"),
+    ),
+    "reduction": Task(
+        check_reduction,
+        hints=(
+            "reduce_scatter_single(output, input, async_op=True) returns at once; its result has wait()",
+            "after wait() nobody needs the whole buffer: drop the only name it has",
+            "the collective sums, and training needs the mean",
+        ),
+        onward=whole_class("zero2"),
+    ),
+    "gather": Task(
+        check_gather,
+        hints=(
+            "a tensor's memory is tensor.untyped_storage(); it has resize_(bytes)",
+            "free: resize to 0. Gather: resize to numel() * element_size(), then all_gather_single into the tensor",
+            "the output may have any shape: all_gather_single(whole, shard)",
+        ),
+        onward=whole_class("zero3"),
+    ),
+    "wrap": Task(
+        check_wrap,
+        hints=(
+            "a unit of ZeRO-3 is a block. What is the module that holds everything else?",
+            "fully_shard(module) changes the module in place; the blocks come first",
+        ),
+        onward="`fsdp2` in zerolab/run/counterparts.py does the same",
+    ),
+}

@@ -45,6 +45,7 @@ class Routed(nn.Module):
 def make_model(seed):
     model = loop.make_model(seed)
     model.blocks = nn.ModuleList(Routed(block) for block in model.blocks)
+    loop.reinitialize(model, seed)
     return model
 
 

@@ -46,6 +46,8 @@ class LocalScaler(GradScaler):
     def unscale_(self, engine):
         engine.reduce_gradients()
         torch.amp.GradScaler.unscale_(self, engine.optimizer)
+        found = self._found_inf_per_device(engine.optimizer)
+        found.setdefault(torch.device("cpu"), torch.zeros(()))  # on a rank that owns only padding
 
 
 def build_with(scaler_class, model, optimizer):

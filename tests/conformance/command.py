@@ -1,0 +1,80 @@
+"""Who trains correctly, who refuses, who is silently wrong: the tests of tests/conformance, asked of any engine.
+
+./launch.sh conform                  our engines, the chapters, torch's own, DeepSpeed if installed
+./launch.sh conform fsdp2 mine.py 3  these, on three ranks where a test supports it (default: two)
+./launch.sh conform zero2.py zero2   a chapter, and the engine that builds on it
+
+It is pytest: each test runs on ranks over gloo, and has an outcome for each engine: correct; refused (an error with a
+message); wrong (it trains, and silently differs); crash (an error without a message, or the process died); hang; not
+applicable (the engine documents nothing of the kind). The exit status is 0 if no engine is wrong, crashes or hangs.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+PATIENCE = 20  # seconds that a collective may take; then it is a hang
+
+
+def parse(argv=None):
+    from zerolab.run.command_line import Parser
+
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
+    parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
+    parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
+    parser.add_argument("--long", action="store_true", help="also what takes long")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes to this file")
+    options = parser.parse_args(argv)
+    options.ranks = 2
+    if options.engines and options.engines[-1].isdecimal():
+        options.ranks = int(options.engines.pop())
+    if not 1 <= options.ranks <= 8:
+        raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
+    return options
+
+
+def engines_of(given):
+    """The engines by the names and absolute paths that `--engine` of pytest gets. Raises ValueError."""
+    from zerolab.run import engine_file, engines
+
+    chapters = [f"{name}.py" for name in engines.CHAPTERS]
+    names = given or [*chapters, *filter(engines.installed, engines.named("conform"))]
+    found = []
+    for name in names:
+        if name.endswith(".py") and name not in chapters:
+            path = str(Path(name).resolve())
+            engine_file.enter([path], "conform")
+            found.append(path)
+        else:
+            found += [name] if name in chapters else engines.chosen(name, "conform")
+    return list(dict.fromkeys(found))
+
+
+def main():
+    from zerolab.run.command_line import one_line
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are connected by gloo, and compute on the CPU
+    with one_line(ValueError, OSError):
+        options = parse()
+        names = engines_of(options.engines)
+        if options.json:
+            Path(options.json).write_text("")  # now, and not after minutes
+    import pytest
+
+    arguments = [str(FOLDER), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    arguments += ["-q", "--tb=no", "-rN", "--ranks", str(options.ranks), "--patience", str(PATIENCE)]
+    for name in names:
+        arguments += ["--engine", name]
+    arguments += ["-k", options.only] if options.only else []
+    arguments += ["--long"] if options.long else []
+    arguments += ["--conform-json", str(Path(options.json).resolve())] if options.json else []
+    sys.exit(pytest.main(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Which engines are asked, on how many ranks; and the body of a test runs on the ranks."""
+
+import helpers
+import pytest
+
+from conformance import report
+from conformance.on_ranks import outcome_on_ranks
+from conformance.subjects import CHAPTERS, STAGES, subject
+
+# The options are in tests/conftest.py, because pytest reads them before it comes here.
+
+
+def pytest_configure(config):
+    helpers.PRELOADED.append("conformance.preloaded")
+    for line in (
+        "ranks(*numbers, long=()): how many ranks run a test; `long` numbers only with -m long. Default: two",
+        "stages(*names): asked of engines that promise to be like one of these stages. Default: of every engine",
+        "chapters(*names): the chapters are asked, too. Default: all three",
+    ):
+        config.addinivalue_line("markers", line)
+    if config.getoption("patience"):
+        helpers.TIMEOUT = config.getoption("patience")
+    if config.getoption("engine"):
+        config.pluginmanager.register(report.Report(config), "conformance report")
+
+
+@pytest.fixture(autouse=True)
+def ranks():
+    """The number of ranks."""
+
+
+@pytest.fixture
+def engine():
+    """The engine's name; on the ranks, the `Subject` with that name."""
+
+
+def pytest_generate_tests(metafunc):
+    if "engine" not in metafunc.fixturenames:
+        return
+    test = metafunc.definition
+    given = metafunc.config.getoption("engine")
+    names = given or [name for name in (*STAGES, *CHAPTERS) if not reason_against(test, subject(name))]
+    cases = []
+    for name in names:
+        reason = reason_against(test, subject(name))
+        cases.append(pytest.param(name, marks=[pytest.mark.skip(reason=reason)] if reason else []))
+    metafunc.parametrize("engine", cases)
+    metafunc.parametrize("ranks", numbers_of_ranks(test, metafunc.config.getoption("ranks")))
+
+
+def reason_against(test, one):
+    """Why a test is not asked of an engine; "" if it is."""
+    stages = test.get_closest_marker("stages")
+    chapters = test.get_closest_marker("chapters")
+    if stages is not None and one.like not in stages.args:
+        return f"it is of {', '.join(stages.args)} only"
+    if one.chapter and (chapters is None or chapters.args and one.like not in chapters.args):
+        return "the chapter does not promise it"
+    return ""
+
+
+def numbers_of_ranks(test, wanted):
+    """The numbers of the marker `ranks`, or the `wanted` one, if it is among them."""
+    marker = test.get_closest_marker("ranks")
+    usual = marker.args if marker else (2,)
+    more = marker.kwargs.get("long", ()) if marker else ()
+    if wanted:
+        return [wanted if wanted in (*usual, *more) else usual[0]]
+    return [*usual, *(pytest.param(number, marks=pytest.mark.long) for number in more)]
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py chooses a worker of xdist
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.user_properties.append(("engine", item.callspec.params["engine"]))
+            item.add_marker(pytest.mark.xdist_group(f"{item.callspec.params['ranks']} ranks"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """The body of a test that gets an engine runs on the ranks. A failure has the message of each rank."""
+    if "engine" not in pyfuncitem.fixturenames:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames if name != "engine"}
+    name = pyfuncitem.funcargs["engine"]
+    module, function = pyfuncitem.module.__name__, pyfuncitem.originalname
+    outcome, message = outcome_on_ranks(pyfuncitem.funcargs["ranks"], module, function, arguments, name)
+    pyfuncitem.user_properties += [("outcome", outcome), ("message", message)]
+    if outcome == "not applicable":
+        pytest.skip(message)
+    if outcome == "refused" and not subject(name).ours:
+        pytest.skip(f"refused: {message}")
+    if outcome != "correct":
+        pytest.fail(f"{outcome.upper()}\n{message}", pytrace=False)
+    return True

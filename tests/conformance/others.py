@@ -1,0 +1,162 @@
+"""Other people's engines: what they document, and how each is used as its documentation says.
+
+What an engine documents nothing of does not apply to it: the test is skipped, with the reason. A file's engine
+documents no options.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Documented:
+    """options      {the name of an option here: its name there}
+    broadcasts      all ranks start with rank 0's weights
+    clips           "torch": torch's own clipping is documented to work
+    plain           parameters must be contiguous and have a dimension
+    drops           `step()` also clears the gradients
+    one_dtype       the whole model has one dtype
+    dtype           the dtype in which its values are compared, and
+    tolerance       how far they may be apart
+    """
+
+    options: dict = field(default_factory=dict)
+    broadcasts: bool = False
+    clips: str | None = None
+    plain: bool = False
+    drops: bool = False
+    one_dtype: bool = False
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-12
+
+
+_FSDP2 = Documented(
+    {"group": "mesh", "param_dtype": "mp_policy", "reduce_dtype": "mp_policy"}, clips="torch", plain=True
+)
+_DEEPSPEED = Documented(plain=True, drops=True, one_dtype=True, dtype=torch.float32, tolerance=2e-5)
+OTHERS = {
+    "ddp": Documented(
+        {"bucket_mb": "bucket_mb", "group": "process_group", "find_unused": "find_unused_parameters"},
+        broadcasts=True,
+        clips="torch",
+    ),
+    "zero_redundancy_optimizer": Documented(broadcasts=True, clips="torch"),
+    "fsdp2": _FSDP2,
+    "fsdp2_no_reshard": _FSDP2,
+    "deepspeed1": _DEEPSPEED,
+    "deepspeed2": _DEEPSPEED,
+    "deepspeed3": _DEEPSPEED,
+}
+
+
+def adapted(subject, model, optimizer, options):
+    """The engine that the subject builds, with the names that tests call."""
+    documented = subject.documented
+    unknown = [name for name in options if name not in documented.options]
+    if unknown:
+        pytest.skip(f"{subject.name} documents no option {unknown[0]}")
+    if documented.one_dtype and len({param.dtype for param in model.parameters()}) > 1:
+        pytest.skip(f"{subject.name} documents one dtype for a whole model")
+    scalars = make_plain(model) if documented.plain else []
+    device = next(model.parameters()).device
+    built = subject.build(model, optimizer, device, **translated(subject, options, device))
+    return Adapted(subject, built, scalars)
+
+
+def translated(subject, options, device):
+    """The options, as this engine calls them."""
+    documented = subject.documented
+    group = options.get("group")
+    if documented.options.get("group") == "mesh":
+        policy = {name: options[name] for name in options if name.endswith("dtype")}
+        options = {**options, **dict.fromkeys(policy, MixedPrecisionPolicy(**policy))}
+        if isinstance(group, dist.ProcessGroup):
+            options["group"] = DeviceMesh.from_group(group, device.type)
+    elif isinstance(group, DeviceMesh):
+        if group.ndim > 1:
+            pytest.skip(f"{subject.name} documents no mesh of {group.ndim} dimensions")
+        options = {**options, "group": group.get_group()}
+    return {documented.options[name]: value for name, value in options.items()}
+
+
+def make_plain(model):
+    """Scalars get one dimension, and all parameters are contiguous. Returns the names of the scalars."""
+    scalars = [name for name, param in model.named_parameters(remove_duplicate=False) if param.ndim == 0]
+    for param in model.parameters():
+        param.data = param.data.reshape(1) if param.ndim == 0 else param.data.contiguous()
+    return scalars
+
+
+class Adapted:
+    """Another engine. What it has no method for does not apply to it."""
+
+    def __init__(self, subject, engine, scalars):
+        self._subject = subject
+        self._engine = engine
+        self._scalars = scalars
+        self.optimizer, self.step, self.zero_grad = engine.optimizer, engine.step, engine.zero_grad
+        self.model = getattr(engine.model, "module", engine.model)  # DDP is a module around the model
+
+    def __call__(self, *args, **kwargs):
+        return self._engine(*args, **kwargs)
+
+    def training_step(self, inputs, targets, loss_fn):
+        return self._engine.training_step(inputs, targets, loss_fn)
+
+    def train(self, mode=True):
+        self.model.train(mode)
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def full_state_dict(self):
+        """{name: whole tensor on the CPU}."""
+        if hasattr(self._engine, "full_state_dict"):
+            state = self._engine.full_state_dict()
+        else:
+            state = {
+                name: whole(value).detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self.model.state_dict().items()
+            }
+        return state | {name: state[name].reshape(()) for name in self._scalars}
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        if hasattr(self._engine, "clip_grad_norm_"):
+            return self._engine.clip_grad_norm_(max_norm, norm_type)
+        if self._subject.documented.clips != "torch":
+            pytest.skip(f"{self._subject.name} has no clip_grad_norm_")
+        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type))
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """DDP's `no_sync`, FSDP2's `set_requires_gradient_sync`."""
+        model = self._engine.model
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(True)
+        elif hasattr(model, "no_sync") or hasattr(self._engine, "no_sync"):
+            with (model if hasattr(model, "no_sync") else self._engine).no_sync():
+                yield
+        else:
+            pytest.skip(f"{self._subject.name} documents no way to keep gradients on the rank")
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        pytest.skip(f"{self._subject.name} documents nothing like `{name}`")
+
+
+def whole(value):
+    """A DTensor's whole value, of which this rank has a part. A collective."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,0 +1,136 @@
+"""An engine on all ranks, and plain torch in one process on the batches of all ranks, side by side."""
+
+import contextlib
+import copy
+
+import torch
+import torch.distributed as dist
+from helpers import EXACT, MOMENTUM, batch, different_on_ranks, mse, same
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Pair:
+    """`trained` is the engine under test, over a copy of `model`; `plain` is the model itself. Both start equal.
+
+    The plain side runs on every rank alike, so that each rank can compare. It adds up the gradients of the ranks'
+    losses, each divided by N, so a loss may be any function `loss(model, *batch)` of a model, or of an engine.
+
+    make_optimizer  called with the parameters, or with `groups(model)`
+    data            `data(step, rank)` is a tuple, different in every step and on every rank
+    ranks           the ranks that train together. Default: all
+    options         of the engine. With a `param_dtype` a rounded copy of `plain` computes
+    """
+
+    def __init__(
+        self,
+        engine,
+        model,
+        make_optimizer=MOMENTUM,
+        *,
+        groups=None,
+        data=batch,
+        loss=mse,
+        tolerance=EXACT,
+        ranks=None,
+        start=None,
+        **options,
+    ):
+        self.engine, self.data, self.loss, self.tolerance = engine, data, loss, tolerance
+        group = options.get("group")
+        self.group = None if isinstance(group, DeviceMesh) else group
+        self.ranks = list(ranks or range(dist.get_world_size()))
+        self.rank = self.ranks.index(dist.get_rank())
+        self.cast = None
+        if engine.dtype != torch.float64 and next(model.parameters()).dtype == torch.float64:
+            self.cast, self.tolerance = engine.dtype, max(tolerance, engine.documented.tolerance)
+            model = model.to(engine.dtype)
+        self.plain = model
+        if start is None:
+            # The first of the ranks has the correct start. The others must get it from there.
+            start = different_on_ranks(model) if engine.broadcasts and self.rank else copy.deepcopy(model)
+        self.model = start
+        make = [make_optimizer(groups(each) if groups else each.parameters()) for each in (self.plain, self.model)]
+        self.optimizer, mine = make
+        self.computes = self.rounded(options["param_dtype"]) if options.get("param_dtype") else self.plain
+        self.trained = engine(self.model, mine, **options)
+
+    def rounded(self, dtype):
+        """Mixed precision by hand: a copy in `dtype`, which hands each of its gradients to `plain`."""
+        low = copy.deepcopy(self.plain).to(dtype)
+        for buffer, exact in zip(low.buffers(), self.plain.buffers()):
+            buffer.data = exact.data  # buffers keep their dtype
+        for param, of_low in zip(self.plain.parameters(), low.parameters()):
+
+            def hand_over(of_low, param=param):
+                gradient = of_low.grad.to(param.dtype) / len(self.ranks)
+                param.grad = gradient if param.grad is None else param.grad + gradient
+                of_low.grad = None
+
+            if param.requires_grad:
+                of_low.register_post_accumulate_grad_hook(hand_over)
+        return low
+
+    @property
+    def optimizers(self):
+        """Plain torch's and the engine's, for what a loop does to both."""
+        return self.optimizer, self.trained.optimizer
+
+    def batch(self, step, rank=None):
+        """The batch of one of the ranks; by default of this one."""
+        found = self.data(step, self.ranks[self.rank if rank is None else rank])
+        if self.cast is None:
+            return found
+        return tuple(each.to(self.cast) if each.is_floating_point() else each for each in found)
+
+    def backward(self, step, scale=1.0, quiet=False):
+        """Forward and backward of both on the batches of this step. `quiet`: the engine's under `no_sync`."""
+        expected = self.backward_of_plain(step, scale)
+        with self.trained.no_sync() if quiet else contextlib.nullcontext():
+            found = self.loss(self.trained, *self.batch(step)) * scale
+            found.backward()
+        same(found.detach(), expected[self.rank].detach(), self.tolerance, f"this rank's loss in step {step}")
+
+    def backward_of_plain(self, step, scale=1.0):
+        parts = len(self.ranks)
+        if self.computes is not self.plain:
+            self.computes.load_state_dict(self.plain.state_dict())
+            parts = 1  # `hand_over` divides
+        losses = [self.loss(self.computes, *self.batch(step, rank)) * scale for rank in range(len(self.ranks))]
+        for loss in losses:
+            (loss / parts).backward()
+        return losses
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.trained.step()
+        self.trained.zero_grad()
+
+    def train(self, steps=3, first=0):
+        """Both train for some steps, to the same weights."""
+        for step in range(first, first + steps):
+            self.backward(step)
+            self.step()
+        self.check_weights()
+
+    def clip(self, max_norm, norm_type=2.0):
+        """Both clip; the norms are the same. Returns the engine's."""
+        expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
+        found = self.trained.clip_grad_norm_(max_norm, norm_type)
+        same(found.double(), expected.double(), self.tolerance * max(1, expected.item()), f"the {norm_type}-norm")
+        return found
+
+    def evaluate(self, step=9):
+        """Both compute the same of this rank's batch."""
+        inputs = self.batch(step)[:-1]
+        with torch.no_grad():
+            same(self.trained(*inputs), self.plain(*inputs), self.tolerance, "an evaluation")
+
+    def loss_of_engine(self, step=9):
+        """This rank's loss, of the engine only: the plain side does nothing."""
+        return self.loss(self.trained, *self.batch(step))
+
+    def check_weights(self):
+        found = self.engine.weights(self.trained)
+        for name, expected in self.plain.named_parameters():
+            same(found[name], expected.detach(), self.tolerance, f"the weight {name}")

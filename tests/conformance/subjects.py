@@ -1,0 +1,91 @@
+"""Who is asked: our engines, the chapters, other people's engines, and an engine in a file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers import whole_weights
+
+from conformance.others import OTHERS, Documented, adapted
+from zerolab.run import engine_file, engines
+
+STAGES = tuple(engines.STAGES)
+CHAPTERS = tuple(f"{name}.py" for name in STAGES)  # "zero1.py": the chapter itself
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a test gets as `engine`. Calling it builds one: `engine(model, optimizer, **options)`.
+
+    name        its name, or the path of its file
+    like        the stage whose bytes, traffic and methods it promises, or None
+    chapter     whether it is a chapter: it has what the lesson promises, and no more
+    documented  what other people's engines document (others.py); None for ours
+    file        the user's file that has it, or None
+    """
+
+    name: str
+    build: Callable
+    like: str | None = None
+    chapter: bool = False
+    documented: Documented | None = None
+    file: str | None = None
+    promise: tuple | None = None  # (what its ranks share out, how many times Ψ (N-1)/N elements a rank sends)
+    options: dict = field(default_factory=dict)
+
+    @property
+    def ours(self):
+        return self.documented is None
+
+    @property
+    def broadcasts(self):
+        """Whether all ranks start with rank 0's weights. Else they must have the same already."""
+        return self.ours or self.documented.broadcasts
+
+    @property
+    def dtype(self):
+        """The dtype in which its values are compared: not every engine trains in float64."""
+        return torch.float64 if self.ours else self.documented.dtype
+
+    def __call__(self, model, optimizer, **options):
+        options = {**self.options, **options}
+        if self.chapter and (unknown := options.keys() - {"bucket_mb", "prefetch", "units", "group"}):
+            pytest.skip(f"the chapter has no option {sorted(unknown)[0]}")
+        if self.ours:
+            return self.build(model, optimizer, **options)
+        return adapted(self, model, optimizer, options)
+
+    def with_options(self, **options):
+        """The same engine, which is always built with these options."""
+        return Subject(**{**vars(self), "options": {**self.options, **options}})
+
+    def weights(self, built):
+        """{name: a copy of the whole weight} on every rank, in the precision of the shards. All ranks call it."""
+        if self.chapter:
+            return whole_weights(built)
+        names = [name for name, _ in built.model.named_parameters()]
+        state = built.full_state_dict()
+        if not self.ours:
+            return {name: state[name] for name in state if name in names}
+        return {name: state[name] for name in names}
+
+
+def subject(name: str) -> Subject:
+    """The engine with that name, or in that file."""
+    if name in CHAPTERS:
+        stage = name.removesuffix(".py")
+        return Subject(name, engines.CHAPTERS[stage], stage, chapter=True, promise=engines.ENGINES[stage].promise)
+    if name in STAGES:
+        return Subject(name, engines.STAGES[name], name, promise=engines.ENGINES[name].promise)
+    if name.endswith(".py"):
+        known = {engine.file: engine for engine in engines.ENGINES.values()}
+        if name not in known:
+            engine_file.enter([name], "conform")
+            known = {engine.file: engine for engine in engines.ENGINES.values()}
+        entry = known[name]
+    else:
+        entry = engines.ENGINES[name]
+    like = entry.counterpart if entry.counterpart in STAGES else None
+    documented = OTHERS.get(entry.name, Documented())
+    return Subject(name, entry.build, like, documented=documented, file=entry.file, promise=entry.promise)

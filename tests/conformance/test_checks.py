@@ -1,0 +1,341 @@
+"""What cannot work raises an error that says what happened and what to do, on every rank; then training goes on."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import MOMENTUM, Blocks, Recorder, Tied, mse, own_batch, seeded
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from conformance.pair import Pair
+
+ours = pytest.mark.stages("zero1", "zero2", "zero3")
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+# At the build.
+
+
+def scripted(model):
+    model.head = torch.jit.script(nn.Linear(5, 3).double())
+    return MOMENTUM(model.parameters())
+
+
+def max_norm(model):
+    model.embedding.max_norm = 0.1
+    return MOMENTUM(model.parameters())
+
+
+def tied_by_data(model):
+    model.blocks[1].scale.data = model.blocks[0].scale.data
+    return MOMENTUM(model.parameters())
+
+
+def stepped(model):
+    optimizer = ADAMW(model.parameters())
+    mse(model, *own_batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def all_frozen(model):
+    return MOMENTUM(model.requires_grad_(False).parameters())
+
+
+BUILDS = {  # what is done to the model, which gives an optimizer; options; the error's text
+    "scripted": (scripted, {}, "scripted"),
+    "max_norm": (max_norm, {}, "max_norm"),
+    "tied by data": (tied_by_data, {}, "share memory"),
+    "stepped": (stepped, {}, "has made steps already"),
+    "all frozen": (all_frozen, {}, "nothing to train"),
+    "not an optimizer": (lambda model: torch.optim.AdamW, {}, "expected an optimizer"),
+    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), {}, "looks at whole tensors"),
+    "left out": (lambda model: MOMENTUM([*model.parameters()][:-1]), {}, "not in the optimizer: .*head.bias"),
+    "foreign": (lambda model: MOMENTUM([*model.parameters(), nn.Parameter(torch.ones(1))]), {}, "not the model's"),
+    "param_dtype": (lambda model: MOMENTUM(model.parameters()), {"param_dtype": torch.int8}, "param_dtype.*int8"),
+    "reduce_dtype": (lambda model: MOMENTUM(model.parameters()), {"reduce_dtype": torch.int8}, "reduce_dtype.*int8"),
+}
+
+
+@ours
+@pytest.mark.parametrize("case", BUILDS)
+def test_builds_that_cannot_work(engine, case):
+    """They are refused on every rank; then the model can be built as it should."""
+    change, options, text = BUILDS[case]
+    model = seeded(Blocks)
+    optimizer = change(model)
+    with pytest.raises((ValueError, TypeError), match=text):
+        engine(model, optimizer, **options)
+    Pair(engine, seeded(Blocks)).train(1)
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("case", ["prefetch", "not a module", "of another model", "overlap", "twice"])
+def test_units_that_cannot_work(engine, case):
+    """Negative prefetch, what is no module of the model, and units that overlap."""
+    model, other = seeded(Blocks), seeded(Blocks)
+    block = model.blocks[0]
+    options, text = {
+        "prefetch": ({"prefetch": -1}, "prefetch.*-1"),
+        "not a module": ({"units": ["blocks.0"]}, "not a module of the model"),
+        "of another model": ({"units": [other.blocks[0]]}, "not a module of the model"),
+        "overlap": ({"units": [block, block.up]}, "'blocks.0' and 'blocks.0.up' overlap"),
+        "twice": ({"units": [block, block]}, "overlap"),
+    }[case]
+    with pytest.raises(ValueError, match=text):
+        engine(model, MOMENTUM(model.parameters()), **options)
+
+
+@ours
+def test_a_model_has_one_engine(engine):
+    """A second one over the same model, and one over DDP's wrapper, are refused."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    if engine.like != "zero1":
+        with pytest.raises(ValueError, match="another engine"):
+            engine(model, MOMENTUM(model.parameters()))
+    wrapped = nn.parallel.DistributedDataParallel(seeded(Blocks))
+    with pytest.raises(ValueError, match=r"\.module"):
+        engine(wrapped, MOMENTUM(wrapped.parameters()))
+    mse(trained, *own_batch(0)).backward()
+    trained.step()
+
+
+def freeze_head(model):
+    model.head.bias.requires_grad_(False)
+
+
+def cast_head(model):
+    model.head.float()
+
+
+def add_block(model):
+    model.blocks.append(seeded(Blocks).blocks[0])
+
+
+def add_buffer(model):
+    model.register_buffer("more", torch.zeros(2))
+
+
+DIFFERENT = {
+    "frozen": (freeze_head, {}),
+    "a dtype": (cast_head, {}),
+    "a block more": (add_block, {}),
+    "a buffer more": (add_buffer, {}),
+    "find_unused": (lambda model: None, {"find_unused": True}),
+    "param_dtype": (lambda model: None, {"param_dtype": torch.bfloat16}),
+    "reduce_dtype": (lambda model: None, {"reduce_dtype": torch.float32}),
+}
+
+
+@pytest.mark.ranks(3)
+@ours
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_differs_on_one_rank_is_an_error_on_all(engine, case):
+    """A model or an option that differs on the last rank: every rank names it, and none waits."""
+    change, options = DIFFERENT[case]
+    model = seeded(Blocks)
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        change(model)
+    else:
+        options = {}
+    with pytest.raises(ValueError, match=rf"rank\(s\) \[{last}\]"):
+        engine(model, MOMENTUM(model.parameters()), **options)
+
+
+@ours
+def test_an_error_on_one_rank_is_raised_on_all(engine):
+    """A model that is frozen on one rank: the others raise the same, with that rank's number."""
+    model = seeded(Blocks)
+    if dist.get_rank() == 1:
+        model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        engine(model, MOMENTUM(model.parameters()))
+    Pair(engine, seeded(Blocks)).train(1)
+
+
+# In the loop.
+
+
+@ours
+def test_torchs_optimizer_step_is_refused(engine):
+    """Between backward and step gradients may not be reduced: the error names `engine.step()`."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.backward(0)
+    with pytest.raises(RuntimeError, match=r"engine\.step\(\)"):
+        pair.trained.optimizer.step()
+    pair.step()
+    pair.train()
+
+
+@pytest.mark.stages("zero2", "zero3")
+@pytest.mark.parametrize("read", ["clip", "look", "clear", "set"])
+def test_gradients_that_have_moved_are_not_silently_none(engine, read):
+    """Reading or setting `param.grad` after backward is an error, because torch's clipping would see no gradient."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.backward(0)
+    model = pair.model
+    with pytest.raises(RuntimeError, match="'embedding.weight'|'head.weight'"):
+        if read == "clip":
+            clip_grad_norm_(model.parameters(), 1.0)
+        elif read == "look":
+            model.head.weight.grad  # noqa: B018  reading raises the error
+        elif read == "clear":
+            model.zero_grad()
+        else:
+            model.head.weight.grad = None
+    pair.step()
+    pair.train()
+
+
+@pytest.mark.stages("zero1")
+@pytest.mark.parametrize("change", ["zero_grad", "none", "other"])
+def test_gradients_that_left_zero1s_bucket_are_refused(engine, change):
+    """They would not be sent. Edits in place count."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.train(1)
+    pair.loss_of_engine().backward()
+    if change == "zero_grad":
+        pair.model.zero_grad()
+        pair.loss_of_engine().backward()
+    elif change == "none":
+        pair.model.head.weight.grad = None
+    else:
+        pair.model.head.weight.grad = torch.ones_like(pair.model.head.weight)
+    with Recorder() as recorder, pytest.raises(RuntimeError, match="was replaced"):
+        pair.trained.step()
+    assert not recorder.collectives, "it sent something before it found out"
+    pair.trained.zero_grad()
+    pair.train()
+
+
+@ours
+def test_the_optimizers_zero_grad_is_refused(engine):
+    """It clears the pieces and not the engine's buffers: the next step raises an error."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.backward(0)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.trained.step()
+    pair.trained.optimizer.zero_grad()
+    pair.loss_of_engine().backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.train()
+
+
+MOVES = {
+    "float": lambda model: model.float(),
+    "there and back": lambda model: model.float().double(),
+    "data": lambda model: setattr(model.head.bias, "data", torch.zeros(3, dtype=torch.float64)),
+}
+
+
+@pytest.mark.stages("zero1", "zero2")
+@pytest.mark.parametrize("move", MOVES)
+def test_a_model_that_moves_after_the_build_is_refused(engine, move):
+    """The step finds out, and the shards keep their values."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()), bucket_mb=0)
+    before = trained.full_state_dict()
+    MOVES[move](model)
+    with pytest.raises(RuntimeError, match="left the engine's buffer|dtype"):
+        mse(trained, *own_batch(0)).backward()
+        trained.step()
+    for name, value in trained.full_state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+# ZeRO-3's freed weights.
+
+READS = {
+    "a value": lambda model: model.head.weight + 1,
+    "an item": lambda model: model.blocks[0].scale.item(),
+    "print": lambda model: repr(model.head.weight),
+    "data": lambda model: model.head.weight.data,
+    "numpy": lambda model: model.head.weight.detach().numpy(),
+    "write": lambda model: model.head.weight.data.clamp_(-1, 1),
+    "initialize": lambda model: nn.init.constant_(model.head.weight, 0.1),
+    "a part of the model": lambda model: model.head(torch.zeros(1, 5, dtype=torch.float64)),
+    "deepcopy": lambda model: copy.deepcopy(model),
+    "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "load": lambda model: model.load_state_dict(seeded(Blocks).state_dict()),
+}
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("read", READS)
+def test_a_freed_weight_that_is_read_is_refused(engine, read):
+    """The error has the weight's name and the way to read it, and training goes on."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.train(1)
+    with pytest.raises(RuntimeError, match="is freed"):
+        READS[read](pair.model)
+    assert pair.model.head.weight.shape == (3, 5) and pair.model.head.weight.requires_grad
+    pair.train()
+
+
+class Reentrant(Blocks):
+    def call(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+@pytest.mark.stages("zero1", "zero2")
+def test_reentrant_checkpoints_train(engine):
+    """In ZeRO-1 and -2. ZeRO-3 does not support them (the engines' page)."""
+    Pair(engine, seeded(Reentrant)).train()
+
+
+# After an error.
+
+
+class Stumbles(Blocks):
+    """A forward or a backward that fails in the middle."""
+
+    stumble = None
+
+    def call(self, block, x):
+        if block is self.blocks[1] and self.stumble == "forward":
+            raise ZeroDivisionError("stumbled")
+        x = block(x)
+        if block is self.blocks[1] and self.stumble == "backward":
+            x.register_hook(stumble)
+        return x
+
+
+def stumble(gradient):
+    raise ZeroDivisionError("stumbled")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "no_sync"])
+def test_training_goes_on_after_an_exception(engine, where):
+    """An error in a forward or in the middle of a backward leaves nothing behind after `zero_grad()`."""
+    if not engine.ours:
+        pytest.skip(f"{engine.name} documents nothing about errors in a step")
+    pair = Pair(engine, seeded(Stumbles))
+    pair.train(1)
+    pair.model.stumble = "backward" if where == "no_sync" else where
+    with pytest.raises(ZeroDivisionError):
+        if where == "no_sync":
+            with pair.trained.no_sync():
+                pair.loss_of_engine().backward()
+        else:
+            pair.loss_of_engine().backward()
+    pair.trained.zero_grad()
+    pair.model.stumble = None
+    pair.train()
+
+
+@ours
+def test_a_second_rank_of_tied_weights_counts_once(engine):
+    """A tied weight is one parameter: it is updated once."""
+    model = seeded(Tied)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    assert trained.full_state_dict()["head.weight"].equal(trained.full_state_dict()["embedding.weight"])

@@ -1,0 +1,103 @@
+"""Everything is correct however late collectives run, and every one is waited for."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Blocks, Frozen, Recomputed, Tied, seeded
+
+import zero1
+import zero2
+import zerolab.engine.bucket
+from conformance.pair import Pair
+
+
+@dataclass(eq=False)
+class Late:
+    """A collective that runs at the last moment that is allowed: inside `wait()`."""
+
+    run: object
+    pending: list
+
+    def wait(self):
+        self.pending.remove(self)
+        self.run()
+
+
+@contextlib.contextmanager
+def late_collectives():
+    """A slow network. Yields the list of collectives that nobody has waited for yet.
+
+    What a collective writes to is NaN until it runs, and its input is still needed.
+    """
+    pending = []
+
+    def late(real):
+        def issue(output, *inputs, async_op=False, **options):
+            if not async_op:
+                return real(output, *inputs, **options)
+            if inputs and output.is_floating_point():
+                kept = inputs[0].clone()
+                output.fill_(torch.nan)
+                inputs[0].copy_(kept)  # it may be a part of the output
+            pending.append(Late(partial(real, output, *inputs, **options), pending))
+            return pending[-1]
+
+        return issue
+
+    gather, scatter = late(zero1.all_gather), late(zero2.reduce_scatter)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(dist, "all_reduce", late(dist.all_reduce)))
+        patches.enter_context(mock.patch.object(zero1, "all_gather", gather))
+        patches.enter_context(mock.patch.object(zerolab.engine.bucket, "all_gather", gather))
+        patches.enter_context(mock.patch.object(zero2, "reduce_scatter", scatter))
+        yield pending
+
+
+MODELS = {make.__name__: make for make in (Blocks, Frozen, Recomputed, Tied)}
+
+
+@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.chapters
+@pytest.mark.parametrize("model", MODELS)
+def test_a_collective_may_run_as_late_as_its_wait(engine, model):
+    """Nothing is used before its collective was waited for, and none is forgotten."""
+    pair = Pair(engine, seeded(MODELS[model]))
+    with late_collectives() as pending:
+        for step in range(3):
+            pair.backward(step)
+            pair.step()
+            with torch.no_grad():
+                pair.trained(pair.batch(9)[0])
+            assert not pending, "collectives that nobody has waited for"
+    pair.check_weights()
+
+
+class Skipping(Blocks):
+    """A block that all ranks skip, so it was gathered ahead for nothing."""
+
+    skip = None
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skip else block(x)
+        return self.head(x)
+
+
+@pytest.mark.stages("zero2", "zero3")
+def test_a_unit_that_was_gathered_for_nothing_is_waited_for(engine):
+    """With `find_unused` a skipped unit is no mistake, also where its gather is still in flight."""
+    pair = Pair(engine, seeded(Skipping), find_unused=True)
+    with late_collectives() as pending:
+        for step in range(4):
+            pair.plain.skip = pair.model.skip = (None, 1, 2, 0)[step]
+            pair.backward(step)
+            pair.step()
+            assert not pending
+    pair.check_weights()

@@ -1,0 +1,314 @@
+"""What a training loop does around forward, backward and step."""
+
+import contextlib
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import MOMENTUM, Blocks, Recomputed, Tied, Tiny, batch, mse, own_batch, seeded
+from torch import nn
+
+from conformance.pair import Pair
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
+
+# Several backwards before a step.
+
+
+@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.chapters
+def test_several_backwards_before_a_step_add_up(engine):
+    """Gradient accumulation needs no option."""
+    pair = Pair(engine, seeded(Tied))
+    for step in range(3):
+        for micro in range(3):
+            pair.backward(3 * step + micro)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.ranks(2, 3)
+def test_backwards_under_no_sync_add_up(engine):
+    """All but the last backward of a step run under `no_sync`."""
+    pair = Pair(engine, seeded(Tied))
+    for step in range(3):
+        for micro in range(3):
+            pair.backward(3 * step + micro, quiet=micro < 2)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_no_sync_ends_where_it_ends(engine):
+    """An inner `no_sync`, or an exception in it, does not end the outer one."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.backward_of_plain(0)
+    pair.backward_of_plain(1)
+    with pair.trained.no_sync():
+        with contextlib.suppress(ZeroDivisionError), pair.trained.no_sync():
+            raise ZeroDivisionError
+        pair.loss_of_engine(0).backward()
+    pair.loss_of_engine(1).backward()
+    pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero2", "zero3")
+def test_a_step_after_no_sync_only_is_refused(engine):
+    """Gradients that were kept on the rank are not taken for missing ones, and training goes on."""
+    pair = Pair(engine, seeded(Blocks))
+    with pair.trained.no_sync():
+        pair.loss_of_engine().backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.train()
+
+
+@pytest.mark.chapters
+def test_evaluations_in_between_change_nothing(engine):
+    """A forward under no_grad may come between steps, between backwards, and between a forward and its backward."""
+    pair = Pair(engine, seeded(Recomputed))
+
+    def loss_then_evaluation(model, inputs, targets):
+        loss = mse(model, inputs, targets)
+        with torch.no_grad():
+            model(inputs + 1 - 2 * (inputs > 5))
+        return loss
+
+    for step in range(3):
+        pair.backward(step)
+        pair.evaluate()
+        pair.loss = loss_then_evaluation
+        pair.backward(10 + step)
+        pair.loss = mse
+        pair.step()
+        pair.evaluate()
+    pair.check_weights()
+
+
+@pytest.mark.chapters
+def test_a_forward_without_a_backward_changes_nothing(engine):
+    """With gradients enabled, right before the weights change: what it gathered must not be used afterwards."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        pair.loss_of_engine(8)
+        pair.step()
+        pair.evaluate()
+    pair.check_weights()
+
+
+def twice_through_one_graph(model, inputs, targets, scale):
+    loss = mse(model, inputs, targets) * scale
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def once_through_two_graphs(model, inputs, targets, scale):
+    ((mse(model, inputs, targets) + mse(model, 10 - inputs, targets)) * scale).backward()
+
+
+def interleaved(model, inputs, targets, scale):
+    """The next forward runs before the backward of the one before, as in a pipeline's schedule."""
+    first = mse(model, inputs, targets) * scale
+    second = mse(model, 10 - inputs, targets) * scale
+    first.backward()
+    third = mse(model, inputs, targets + 1) * scale
+    second.backward()
+    third.backward()
+
+
+WAYS = {way.__name__: way for way in (twice_through_one_graph, once_through_two_graphs, interleaved)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_may_be_called_in_any_way(engine, way):
+    """Twice through one graph, once through two, interleaved: as in plain torch."""
+    if not engine.ours and engine.documented.drops:
+        pytest.skip(f"{engine.name} documents several backwards through its own `backward` only")
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        for rank in range(len(pair.ranks)):
+            WAYS[way](pair.plain, *pair.batch(step, rank), 1 / len(pair.ranks))
+        WAYS[way](pair.trained, *pair.batch(step), 1)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.chapters
+def test_gradients_that_are_thrown_away_do_not_count(engine):
+    """`zero_grad()` clears what a backward has brought, and a step may follow after a new backward."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        pair.loss_of_engine(20 + step).backward()
+        pair.trained.zero_grad()
+        pair.backward(step)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_steps_use_gradients_again_until_they_are_cleared(engine):
+    """Two steps after one backward update twice, and a backward after a step adds to what is there, as in torch."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        for part in range(2):
+            pair.backward(2 * step + part)
+            for _ in range(1 + step % 2):
+                pair.optimizer.step()
+                pair.trained.step()
+        pair.optimizer.zero_grad()
+        pair.trained.zero_grad()
+    pair.check_weights()
+
+
+# The optimizer and its schedule.
+
+OPTIMIZERS = {
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),  # its constructor makes its state
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.01, dtype=torch.float64)),
+    "Adam, maximize": partial(torch.optim.Adam, lr=0.001, maximize=True),
+    "SGD, Nesterov": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5, centered=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "ASGD": partial(torch.optim.ASGD, lr=0.02, t0=1),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in list(OPTIMIZERS)[3:]]
+
+
+@pytest.mark.parametrize("optimizer", [*list(OPTIMIZERS)[:3], *LONG])
+def test_optimizers_that_treat_each_element_by_itself(engine, optimizer):
+    """The optimizer that the user built updates the shards, with all of its options."""
+    Pair(engine, seeded(Tied), OPTIMIZERS[optimizer], tolerance=1e-10).train(5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_built_before_or_after_the_engine(engine, when):
+    """The engine keeps the optimizer, so a scheduler keeps changing its learning rate."""
+    schedules = []
+
+    def schedule(optimizer):
+        schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10))
+
+    def make_optimizer(params):
+        optimizer = MOMENTUM(params)
+        if when == "before":
+            schedule(optimizer)
+        return optimizer
+
+    pair = Pair(engine, seeded(Blocks), make_optimizer)
+    if when == "after":
+        schedule(pair.optimizers[0])
+        schedule(pair.optimizers[1])
+    if not engine.ours and when == "before" and schedules[1].optimizer is not pair.optimizers[1]:
+        pytest.skip(f"{engine.name} makes an optimizer of its own")
+    for step in range(4):
+        pair.backward(step)
+        pair.step()
+        for each in schedules:
+            each.step()
+    pair.check_weights()
+
+
+# Clipping.
+
+
+@pytest.mark.ranks(3, long=(2,))
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+def test_clipping_takes_the_norm_of_the_whole_model(engine, norm_type):
+    """The norm is that of all gradients, the same on every rank: no padding, and a tied weight once."""
+    pair = Pair(engine, seeded(Tied), ADAMW, tolerance=1e-10)
+    for step in range(4):
+        max_norm = 1e6 if step == 2 else 0.05
+        pair.backward(step)
+        norm = pair.clip(max_norm, norm_type)
+        assert (norm > max_norm) == (step != 2), "the norm is on the wrong side of what it is clipped to"
+        everyone = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, norm)
+        assert len(torch.stack(everyone).unique()) == 1, "the ranks have different norms"
+        pair.step()
+    pair.check_weights()
+
+
+def test_a_backward_after_clipping_adds_to_what_was_clipped(engine):
+    """Backward, clip, backward, step."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        pair.backward(2 * step)
+        pair.clip(0.05)
+        pair.backward(2 * step + 1)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_nan_on_one_rank_is_in_every_ranks_norm(engine, norm_type):
+    """A NaN or an inf in one rank's gradient shows in the norm on all ranks."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    for value in (math.nan, math.inf):
+        trained.zero_grad()
+        factor = value if dist.get_rank() == 0 else 1.0
+        (mse(trained, *own_batch(0)) * factor).backward()
+        norm = trained.clip_grad_norm_(1.0, norm_type).item()
+        assert math.isnan(norm) or (math.isinf(value) and math.isinf(norm))
+
+
+@pytest.mark.ranks(3)
+def test_clipping_by_value(engine):
+    """`clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        for part in range(2):
+            pair.backward(2 * step + part)
+            pair.trained.clip_grad_value_(0.01)
+            nn.utils.clip_grad_value_(pair.plain.parameters(), 0.01)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.chapters
+def test_a_rank_may_own_only_padding(engine):
+    """Three elements over four ranks: the last owns only padding, and still takes part."""
+    pair = Pair(engine, seeded(Tiny))
+    for step in range(3):
+        pair.backward(step)
+        if not engine.chapter:
+            pair.clip(0.05)
+        pair.step()
+    pair.check_weights()
+
+
+def test_gradients_can_be_changed_before_the_step(engine):
+    """After `reduce_gradients()` the optimizer's parameters have the mean, and what is written there counts."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        pair.trained.reduce_gradients()
+        for optimizer in pair.optimizers:
+            for param in itertools.chain(*[group["params"] for group in optimizer.param_groups]):
+                param.grad.mul_(0.5)
+        pair.step()
+    pair.check_weights()
+
+
+def test_batches_may_be_keyword_arguments(engine):
+    """`engine(tokens=...)` calls the model's forward with it."""
+
+    def by_keyword(model, inputs, targets):
+        return nn.functional.mse_loss(model(tokens=inputs), targets)
+
+    Pair(engine, seeded(Blocks), loss=by_keyword, data=batch).train()

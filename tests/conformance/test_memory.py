@@ -1,0 +1,293 @@
+"""What a rank holds, to the byte, and the most that is alive at any operation."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Blocks, Recomputed, Recorder, Tied, Tiny, mse, own_batch, seeded, storage_bytes
+from torch import nn
+
+from conformance.subjects import subject
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+FUSED = partial(torch.optim.AdamW, lr=1e-3, fused=True)  # makes no temporary tensors
+MODELS = {make.__name__: make for make in (Blocks, Recomputed, Tied, Tiny)}
+
+
+class Wide(nn.Module):
+    """Large layers and hardly any activations, so that the bytes alive are parameters and gradients.
+
+    Sizes are powers of two: without padding the bytes are the accounting's, exactly.
+    """
+
+    def __init__(self, width=64, blocks=6):
+        super().__init__()
+        self.first = nn.Linear(1, width, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
+        self.head = nn.Linear(width, 32, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def wide_batch(step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(1, 1, generator=generator), torch.randn(1, 32, generator=generator)
+
+
+def updated(trained):
+    """What the optimizer updates on this rank."""
+    return [param for group in trained.optimizer.param_groups for param in group["params"]]
+
+
+def shards(trained):
+    """The shards: an engine's optimizer has views of them."""
+    buckets = getattr(trained, "all_buckets", None) or getattr(trained, "buckets", None) or trained.units
+    return [bucket.shard for bucket in buckets]
+
+
+def held_by(trained):
+    """Bytes of (parameters, gradients, optimizer state)."""
+    params = [*trained.model.parameters(), *shards(trained)]
+    gradients = [param.grad for param in updated(trained)]
+    for bucket in getattr(trained, "buckets", ()):
+        gradients.append(bucket.gradient)  # of ZeRO-1
+    state = [value for values in trained.optimizer.state.values() for value in values.values()]
+    return storage_bytes(params), storage_bytes(gradients), storage_bytes(state)
+
+
+def in_steps(trained, data, steps=2):
+    """Train, and stop between the last step and its `zero_grad()`."""
+    for step in range(steps):
+        trained.zero_grad()
+        mse(trained, *data(step)).backward()
+        trained.step()
+
+
+HELD = {  # (parameters, gradients, optimizer state) of Ψ parameters in bytes; n: number of ranks
+    "zero1": lambda psi, n: (4 * psi, 4 * psi, 8 * psi // n),
+    "zero2": lambda psi, n: (4 * psi, 4 * psi // n, 8 * psi // n),
+    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
+}
+
+
+@pytest.mark.ranks(2, 4, long=(1,))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.chapters
+def test_held_bytes_are_the_accounting(engine):
+    """Between backward and `zero_grad()` a rank holds what the chapter says, and nothing besides is alive."""
+    model = seeded(Wide, dtype=torch.float32)
+    psi = sum(param.numel() for param in model.parameters())
+    expected = HELD[engine.like](psi, dist.get_world_size())
+    with Recorder(model.parameters()) as recorder:
+        trained = engine(model, FUSED(model.parameters()))
+        in_steps(trained, wide_batch)
+        found = held_by(trained)
+        trained.zero_grad()
+        gc.collect()
+        after = recorder.live_bytes()
+    counters = 4 * len(updated(trained))  # AdamW counts the steps of each tensor that it updates
+    assert found == (*expected[:2], expected[2] + counters)
+    kept = expected[1] if engine.like == "zero1" else 0  # the buffer for gradients
+    assert after == expected[0] + expected[2] + counters + kept, "bytes of all tensors alive after zero_grad()"
+
+
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+HELD_MIXED = {
+    "zero1": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi, 8 * psi // n),
+    "zero2": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi // n, 8 * psi // n),
+    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
+}
+
+
+@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_held_bytes_in_mixed_precision(engine):
+    """Whole weights take 2 bytes, shards 4; no whole float32 weights stay beside them."""
+    model = seeded(Wide, dtype=torch.float32)
+    psi = sum(param.numel() for param in model.parameters())
+    with Recorder(model.parameters()) as recorder:
+        trained = engine(model, FUSED(model.parameters()), **MIXED)
+        in_steps(trained, wide_batch)
+        found = held_by(trained)
+        gc.collect()
+        alive = recorder.live_bytes()
+    expected = HELD_MIXED[engine.like](psi, dist.get_world_size())
+    counters = 4 * len(updated(trained))
+    assert found == (*expected[:2], expected[2] + counters)
+    assert sum(found) <= alive <= sum(found) + 1000, "more is alive than parameters, gradients and state"
+
+
+@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.chapters
+@pytest.mark.parametrize("model", ["Tied", "Tiny"])
+def test_padding_is_all_that_uneven_sizes_add(engine, model):
+    """Every element has state on exactly one rank, and padding has none worth mentioning."""
+    model = seeded(MODELS[model], dtype=torch.float32)
+    params = list(model.parameters())
+    exact = 8 * sum(param.numel() for param in params)
+    trained = engine(model, ADAMW(params))
+    in_steps(trained, partial(own_batch, dtype=torch.float32), steps=1)
+    state = torch.tensor(held_by(trained)[2] - 4 * len(updated(trained)))
+    dist.all_reduce(state)
+    padding = 8 * 4 * (len(params) + dist.get_world_size() * len(shards(trained)))
+    assert exact <= state <= exact + padding
+
+
+PEAKS = {
+    # The accounting at the end of each chapter. Bytes: b of a bucket or unit, r of the root, h of the head's gradients.
+    "zero1": lambda psi, n, b, r, h: 8 * psi + 8 * psi / n + b,
+    "zero2": lambda psi, n, b, r, h: 4 * psi + 12 * psi / n + (2 - 1 / n) * b,
+    "zero3": lambda psi, n, b, r, h: 16 * psi / n + r + h + 4 * b - (r + 2 * b) / n,
+}
+
+
+def peak_of(engine, **options):
+    """(the engine, the most bytes that any operation of its second step found alive)."""
+    model = seeded(Wide, 256, dtype=torch.float32)
+    if engine.like != "zero3":
+        options["bucket_mb"] = 0  # a layer is a bucket
+    with Recorder(model.parameters()) as recorder:
+        trained = engine(model, FUSED(model.parameters()), **options)
+        for step in range(2):
+            recorder.peak = 0  # the first step makes the optimizer's state
+            mse(trained, *wide_batch(step)).backward()
+            trained.step()
+            trained.zero_grad()
+    return trained, recorder.peak
+
+
+@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_peak_is_the_accounting(engine):
+    """No operation of a step finds more alive than the accounting says and the chapter has, activations aside."""
+    trained, peak = peak_of(engine)
+    psi = sum(param.numel() for param in trained.model.parameters())
+    unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        expected = PEAKS[engine.like](psi, ranks, unit, root, head)
+        assert expected - unit / 4 <= peak <= expected + 40_000, (expected, peak, (peak - expected) / unit)
+    _, of_chapter = peak_of(subject(f"{engine.like}.py"))
+    assert of_chapter <= peak <= of_chapter + 4 * len(updated(trained)), "the engine needs more than its chapter"
+
+
+def gathered(model):
+    return storage_bytes(model.parameters())
+
+
+@pytest.mark.ranks(2, long=(1, 3, 4))
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("model", ["Recomputed", "Blocks", "Tied"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_zero3_frees_what_it_gathers(engine, model, prefetch):
+    """The root, the unit at work and those prefetched have memory at any time, and nothing between the steps."""
+    model = seeded(MODELS[model], dtype=torch.float32)
+    trained = engine(model, ADAMW(model.parameters()), prefetch=prefetch)
+    sizes = sorted((unit.flat.nbytes for unit in trained.units if unit.module is not model), reverse=True)
+    root = sum(unit.flat.nbytes for unit in trained.units if unit.module is model)
+    assert gathered(model) == 0, "gathered after the build"
+    with Recorder(probe=partial(gathered, model)) as recorder:
+        for step in range(2):
+            loss = mse(trained, *own_batch(step, dtype=torch.float32))
+            loss.backward()
+            assert gathered(model) == 0, "gathered after backward"
+            mse(trained, *own_batch(step + 5, dtype=torch.float32))  # its root stays gathered for a backward
+            trained.step()
+            assert gathered(model) == 0, "gathered after a forward without a backward, and a step"
+            trained.zero_grad()
+            with torch.no_grad():
+                trained(own_batch(step)[0])
+            assert gathered(model) == 0, "gathered after an evaluation"
+    ahead = prefetch if dist.get_world_size() > 1 else 0
+    assert max(recorder.probed) <= root + sum(sizes[: 1 + ahead])
+
+
+class PartlyFrozen(Wide):
+    """All but the first and the last layer are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+        self.blocks[0].requires_grad_(True)
+
+
+class Idle(Wide):
+    """Each unit has a weight that is never used: with `find_unused` no unit is ever complete."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.idle = nn.Parameter(torch.ones(1))
+
+
+NOT_COMPLETE = {"frozen": (PartlyFrozen, {}), "unused": (Idle, {"find_unused": True}), "no_sync": (Wide, {})}
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("case", NOT_COMPLETE)
+def test_zero3_frees_units_that_are_never_complete(engine, case):
+    """A unit without a last gradient is freed when backward moves on: frozen, unused in part, or under `no_sync`."""
+    make, options = NOT_COMPLETE[case]
+    model = seeded(make, dtype=torch.float32)
+    trained = engine(model, FUSED(model.parameters()), **options)
+    unit = 4 * 64 * 64 + 16
+    root = sum(each.flat.nbytes for each in trained.units if each.module is model)
+    for step in range(2):
+        with Recorder(probe=partial(gathered, model)) as recorder:
+            if case == "no_sync":
+                with trained.no_sync():
+                    mse(trained, *wide_batch(step)).backward()
+            else:
+                mse(trained, *wide_batch(step)).backward()
+                trained.step()
+        trained.zero_grad()
+        assert max(recorder.probed) <= root + 2 * unit + 64
+        assert gathered(model) == 0
+
+
+@pytest.mark.stages("zero3")
+def test_zero3_keeps_units_until_backward_if_asked(engine):
+    """`reshard_after_forward=False`: all are gathered after forward, none after backward, few in an evaluation."""
+    model = seeded(Wide, dtype=torch.float32)
+    whole = gathered(model)
+    trained = engine(model, FUSED(model.parameters()), reshard_after_forward=False)
+    for step in range(2):
+        loss = mse(trained, *wide_batch(step))
+        assert gathered(model) == whole
+        loss.backward()
+        assert gathered(model) == 0
+        trained.step()
+        trained.zero_grad()
+    with torch.no_grad(), Recorder(probe=partial(gathered, model)) as recorder:
+        trained(wide_batch(5)[0])
+    assert max(recorder.probed) < whole / 2
+
+
+@pytest.mark.stages("zero2")
+@pytest.mark.chapters
+def test_zero2_has_whole_gradients_of_two_buckets_at_most(engine):
+    """At any operation of a backward: the bucket that autograd fills, and the one in flight."""
+    model = seeded(Wide, dtype=torch.float32)
+    trained = engine(model, FUSED(model.parameters()), bucket_mb=0)
+    get_grad = torch._C.TensorBase.grad.__get__  # an engine's `param.grad` raises an error once the gradient has moved
+
+    def whole_gradients():
+        tensors = [get_grad(param) for param in trained.model.parameters()]
+        if trained.in_flight is not None:
+            tensors.append(trained.in_flight.flat)
+        return storage_bytes(tensors)
+
+    with Recorder(probe=whole_gradients) as recorder:
+        for step in range(2):
+            mse(trained, *wide_batch(step)).backward()
+            trained.step()
+            trained.zero_grad()
+    bucket = 4 * 64 * 64
+    assert bucket <= max(recorder.probed) <= 2 * bucket

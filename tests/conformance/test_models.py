@@ -1,0 +1,383 @@
+"""Models and losses by whose graphs backward comes to a unit's weights in unusual ways: correct, and all is freed."""
+
+import collections
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from helpers import different_on_ranks, seeded, storage_bytes
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from conformance.pair import Pair
+
+
+class Layers(nn.Module):
+    """Three blocks and a head, which belongs to the root. `use(block, x)` calls a block, `run` is a block's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.make_block() for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def make_block(self):
+        return Layer(self.run)
+
+    @staticmethod
+    def run(block, x):
+        return torch.tanh(block.a(x))
+
+    def use(self, block, x):
+        return block(x)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.use(block, x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        out = self.run(self, x)
+        unused = 0 * (self.b.weight.sum() + self.b.bias.sum())  # so that backward always reaches them
+        return out + unused if out.requires_grad else out
+
+
+def leaves(step, rank):
+    """(a leaf (4, 5) that requires a gradient, targets (4, 3)), different in every step and on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def mse(model, x, targets):
+    return F.mse_loss(model(x), targets)
+
+
+def model_of(model):
+    """The model, of an engine or as it is."""
+    return getattr(model, "model", model)
+
+
+# Losses that do not pass through a unit's output.
+
+
+class Router(Layers):
+    """The loss of a router is kept as an attribute, as mixtures of experts do."""
+
+    @staticmethod
+    def run(block, x):
+        block.loss = torch.softmax(block.b(x), -1).square().sum()
+        return x + torch.tanh(block.a(x.detach()))
+
+
+class Apart(Layers):
+    """What a block returns requires no gradient; only the loss that it keeps does."""
+
+    @staticmethod
+    def run(block, x):
+        h = torch.tanh(block.a(x))
+        block.loss = block.b(h).square().sum()
+        return h.detach()
+
+
+def with_kept_losses(model, x, targets):
+    return mse(model, x, targets) + 0.1 * sum(block.loss for block in model_of(model).blocks)
+
+
+def features_of_hooks(model, x, targets):
+    """The loss also has what hooks have seen, on units and on layers in them."""
+    seen = []
+    with contextlib.ExitStack() as hooks:
+        for module in (model_of(model).blocks[0], model_of(model).blocks[1].a):
+            hooks.enter_context(module.register_forward_hook(lambda module, args, out: seen.append(out)))
+        out = model(x)
+    return F.mse_loss(out.detach() + out[:, :1], targets) + sum(each.pow(3).sum() for each in seen)
+
+
+# Outputs that are changed, or in odd forms.
+
+
+class View(Layers):
+    """The output is a view that is changed in place, which drops hooks on it."""
+
+    @staticmethod
+    def run(block, x):
+        return torch.tanh(block.a(x[None]))[0]
+
+    def use(self, block, x):
+        return F.relu(block(x), inplace=True)
+
+
+Both = collections.namedtuple("Both", "first second")
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+
+
+class Output(dict):
+    """As libraries of language models return it."""
+
+
+class InForms(Layers):
+    """A block returns its output in a form."""
+
+    wrap = staticmethod(lambda h: Both(h, None))
+    unwrap = staticmethod(lambda out: out.first)
+
+    def make_block(self):
+        return Wrapping(self.wrap)
+
+    def use(self, block, x):
+        return self.unwrap(block(x))
+
+
+class Wrapping(Layer):
+    def __init__(self, wrap):
+        super().__init__(Layers.run)
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(super().forward(x))
+
+
+class InDataclass(InForms):
+    wrap = staticmethod(Answer)
+    unwrap = staticmethod(lambda out: out.hidden)
+
+
+class InDict(InForms):
+    wrap = staticmethod(lambda h: Output(hidden=h))
+    unwrap = staticmethod(lambda out: out["hidden"])
+
+
+# Frozen weights, and parts without gradients.
+
+
+class LowRank(Layers):
+    """LoRA: a frozen weight and a small trained one in each block."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.a.requires_grad_(False)
+
+    @staticmethod
+    def run(block, x):
+        return torch.tanh(block.a(x) + block.b(x))
+
+
+class FrozenBlock(Layers):
+    """A block in the middle is frozen, and runs without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def use(self, block, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and block.a.weight.requires_grad):
+            y = block(x)
+        return x + y
+
+
+# Recomputation, saved tensors, functions of one's own.
+
+
+class RecomputedPart(Layers):
+    """A part of a block runs again in backward."""
+
+    @staticmethod
+    def run(block, x):
+        x = torch.tanh(block.a(x))
+        return x + checkpoint(lambda x: torch.tanh(block.b(x)), x, use_reentrant=False)
+
+
+class RecomputedSome(Layers):
+    """Blocks run again in backward, but for the middle one."""
+
+    def use(self, block, x):
+        return block(x) if block is self.blocks[1] else checkpoint(block, x, use_reentrant=False)
+
+
+class RecomputedPairs(Layers):
+    """Two blocks run again together."""
+
+    def forward(self, x):
+        first, second, third = self.blocks
+        x = checkpoint(lambda x: second(first(x)), x, use_reentrant=False)
+        return self.head(third(x))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class OwnFunction(Layers):
+    """An autograd function that saves the weight."""
+
+    @staticmethod
+    def run(block, x):
+        return torch.tanh(Product.apply(x, block.a.weight) + block.a.bias)
+
+
+class ComputedWeights(Layers):
+    """Weights that forward computes from others: a product of two, and a part of one."""
+
+    @staticmethod
+    def run(block, x):
+        x = torch.tanh(F.linear(x, block.a.weight * block.b.weight, block.a.bias))
+        part = block.b.weight[1:]
+        return torch.tanh(F.linear(F.linear(x, part), part.T, block.b.bias))
+
+
+def saved_on_cpu(model, x, targets):
+    with save_on_cpu():
+        return mse(model, x, targets)
+
+
+def two_forwards(model, x, targets):
+    """One backward through both graphs."""
+    return mse(model, x, targets) + mse(model, x.detach() + 1, targets)
+
+
+class ByKeyword(Layers):
+    def use(self, block, x):
+        return block(x=x)
+
+
+class Buffers(Layers):
+    """Running statistics, which stay each rank's own after the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, affine=False)
+
+    def use(self, block, x):
+        return self.norm(block(x)) if self.training else block(x)
+
+
+CASES = {
+    "plain": (Layers, mse),
+    "losses kept beside outputs": (Router, with_kept_losses),
+    "losses kept, outputs without gradient": (Apart, with_kept_losses),
+    "features of hooks": (Layers, features_of_hooks),
+    "a view that is changed in place": (View, mse),
+    "in a named tuple": (InForms, mse),
+    "in a dataclass": (InDataclass, mse),
+    "in a subclass of dict": (InDict, mse),
+    "low rank": (LowRank, mse),
+    "a frozen block without gradients": (FrozenBlock, mse),
+    "a part of a block runs again": (RecomputedPart, mse),
+    "some blocks run again": (RecomputedSome, mse),
+    "two blocks run again together": (RecomputedPairs, mse),
+    "a function of one's own": (OwnFunction, mse),
+    "computed weights": (ComputedWeights, mse),
+    "saved on the CPU": (Layers, saved_on_cpu),
+    "two forwards": (Layers, two_forwards),
+    "keyword arguments": (ByKeyword, mse),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unusual_graphs(engine, case):
+    """Three steps, with evaluations in between, equal those of plain torch; ZeRO-3 has freed everything after each."""
+    make, loss = CASES[case]
+    pair = Pair(engine, seeded(make), data=leaves, loss=loss)
+    for step in range(3):
+        pair.backward(step)
+        check_freed(engine, pair)
+        pair.step()
+        with torch.no_grad():
+            pair.trained(pair.batch(9)[0])
+        check_freed(engine, pair)
+    pair.check_weights()
+
+
+def check_freed(engine, pair):
+    if engine.like == "zero3":
+        assert storage_bytes(pair.model.parameters()) == 0, "gathered, and not freed"
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("options", [pytest.param("find_unused", marks=pytest.mark.long), "kept"])
+def test_unusual_graphs_with_other_lives_of_units(engine, case, options):
+    """The same where a unit is freed when backward moves on, and where it is kept from forward to backward."""
+    options = {"find_unused": {"find_unused": True}, "kept": {"reshard_after_forward": False}}[options]
+    make, loss = CASES[case]
+    pair = Pair(engine, seeded(make), data=leaves, loss=loss, **options)
+    for step in range(2):
+        pair.backward(step)
+        check_freed(engine, pair)
+        pair.step()
+    pair.check_weights()
+
+
+class WrittenOver(Layers):
+    """A sigmoid keeps its result for backward, and somebody writes into it."""
+
+    @staticmethod
+    def run(block, x):
+        return torch.sigmoid(block.a(x)).add_(1)
+
+
+@pytest.mark.chapters
+def test_what_autograd_has_saved_must_stay_as_it_was(engine):
+    """A saved tensor that is changed in place is an error in backward, as in torch."""
+    model = seeded(WrittenOver)
+    trained = engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="in place|inplace"):
+        mse(trained, *leaves(0, 0)).backward()
+
+
+def test_buffers_are_each_ranks_own(engine):
+    """Running statistics start as rank 0's, and then follow this rank's batches."""
+    pair = Pair(engine, seeded(Buffers), data=leaves)
+    for step in range(2):
+        pair.loss_of_engine(step).backward()
+        pair.trained.step()
+        pair.trained.zero_grad()
+    statistics = pair.model.norm.running_mean
+    assert statistics.abs().max() > 0 and pair.model.norm.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_compiled_blocks_train(engine, backend):
+    """Blocks that are compiled in place before the build."""
+    torch.compiler.reset()
+    model = seeded(Layers)
+    start = different_on_ranks(model) if engine.broadcasts else seeded(Layers)
+    for block in start.blocks:
+        block.compile(backend=backend)
+    if engine.broadcasts and torch.distributed.get_rank() == 0:
+        start.load_state_dict(model.state_dict())
+    Pair(engine, model, start=start, data=leaves, loss=mse).train(2)
+
+
+def test_the_loss_may_use_inputs_that_need_gradients(engine):
+    """A leaf of the caller's gets its gradient."""
+    pair = Pair(engine, seeded(Layers), data=leaves, loss=partial(mse))
+    x, targets = pair.batch(0)
+    twin = x.detach().clone().requires_grad_()
+    mse(pair.trained, x, targets).backward()
+    mse(pair.plain, twin, targets).backward()
+    assert torch.allclose(x.grad, twin.grad, rtol=0, atol=1e-12)

@@ -1,0 +1,209 @@
+"""Mixed precision and loss scaling: what is computed, kept and rounded in which dtype."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import EXACT, MOMENTUM, Blocks, Recomputed, Tied, Tiny, Twice, batch, mse, own_batch, seeded
+from torch import nn
+
+from conformance.pair import Pair
+from zerolab.engine import GradScaler
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
+MODELS = {make.__name__: make for make in (Blocks, Recomputed, Tied, Twice)}
+
+
+def mse_in_float64(model, inputs, targets):
+    return nn.functional.mse_loss(model(inputs).double(), targets)
+
+
+@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_rounded_copy_computes(engine, model, find_unused):
+    """Norms and weights are plain torch's with a bfloat16 copy that computes, and hands its gradients over.
+
+    Sums over ranks, and of two backwards, are in float64, so they are exact.
+    """
+    options = {"param_dtype": BF16, "reduce_dtype": FP64}
+    options |= {"find_unused": True} if find_unused else {}
+    pair = Pair(engine, seeded(MODELS[model]), ADAMW, loss=mse_in_float64, tolerance=1e-10, **options)
+    for step in range(3):
+        pair.backward(2 * step)
+        pair.backward(2 * step + 1)
+        pair.clip(0.05)
+        pair.step()
+    pair.check_weights()
+
+
+def test_sums_under_no_sync_are_kept_in_reduce_dtype(engine):
+    """Adding up many gradients in bfloat16 would lose digits."""
+    pair = Pair(engine, seeded(Blocks), loss=mse_in_float64, param_dtype=BF16, reduce_dtype=FP64)
+    for step in range(2):
+        for micro in range(3):
+            pair.backward(3 * step + micro, quiet=micro < 2)
+        pair.step()
+    pair.check_weights()
+
+
+@dataclasses.dataclass
+class Inputs:
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    more: dict
+
+
+class Mixed(nn.Module):
+    """A float32 buffer between bfloat16 modules, a frozen scale, nested inputs of several dtypes, a dictionary out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.scale = nn.Parameter(torch.full((6,), 1.0 + 2**-12), requires_grad=False)  # not a bfloat16
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+        self.head = nn.Linear(6, 3)
+        self.seen = []
+
+    def forward(self, inputs, *, extra):
+        inner = inputs.more["extra"][0]
+        values = self.embedding.weight, self.scale, self.shift, inputs.tokens, inputs.mask, inner, extra
+        self.seen = [value.dtype for value in values]
+        x = self.embedding(inputs.tokens).mean(1) * self.scale + extra + inner
+        for block in self.blocks:
+            x = block(x + self.shift)  # float32 goes in; the unit casts it
+        return {"logits": self.head(x)}
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_what_is_cast_and_what_stays_float32(engine):
+    """Weights and floating point inputs are cast, buffers and the caller's tensors are not; shards lose no update."""
+    model = seeded(Mixed, dtype=FP32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = engine(model, ADAMW(model.parameters()), param_dtype=BF16, reduce_dtype=FP32)
+    state = trained.full_state_dict()
+    for name, value in before.items():
+        assert state[name].dtype == FP32 and torch.equal(state[name], value), name
+    tokens, targets = own_batch(0, dtype=FP32)
+    extra = torch.full((6,), 1.0 + 2**-12)
+    inputs = Inputs(tokens, torch.ones(2, dtype=torch.bool), {"extra": [extra]})
+    for _ in range(3):
+        output = trained(inputs, extra=extra)["logits"]
+        assert output.dtype == BF16
+        assert model.seen == [BF16, BF16, FP32, torch.int64, torch.bool, BF16, BF16]
+        assert inputs.more["extra"][0] is extra and extra.dtype == FP32, "the caller's tensors are replaced or cast"
+        nn.functional.mse_loss(output.float(), targets).backward()
+        trained.step()
+        trained.zero_grad()
+    after = trained.full_state_dict()
+    assert torch.equal(after["scale"], before["scale"])
+    weight = after["blocks.0.weight"]
+    assert (weight != weight.to(BF16).float()).float().mean() > 0.9, "small updates were rounded away"
+
+
+# Loss scaling.
+
+
+def batch_with_overflow(step, rank, overflow_on, dtype=FP64):
+    return *batch(step, rank, dtype=dtype), torch.inf if step == 2 and rank == overflow_on else 1.0
+
+
+def loss_times_factor(model, inputs, targets, factor):
+    return mse_in_float64(model, inputs, targets) * factor
+
+
+def scaled_step(pair, scaler, step, max_norm=None, skipped=False):
+    """Backward and step of both, with a scaled loss. A step that overflows is `skipped`."""
+    scale = scaler.get_scale()
+    pair.backward_of_plain(step, scale)
+    scaler.scale(pair.loss_of_engine(step)).backward()
+    for param in pair.plain.parameters():
+        param.grad = None if skipped or param.grad is None else param.grad / scale
+    if max_norm is not None:
+        scaler.unscale_(pair.trained)
+        if skipped:
+            pair.trained.clip_grad_norm_(max_norm)
+        else:
+            pair.clip(max_norm)
+    if not skipped:
+        pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    scaler.step(pair.trained)
+    scaler.update()
+    pair.trained.zero_grad()
+
+
+SCALED = {"Blocks": Blocks, "Tiny": Tiny}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("model", SCALED)
+@pytest.mark.parametrize("overflow_on", [0, 1])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(engine, model, overflow_on):
+    """All ranks skip the step in which one overflows, and no other. Of the tiny model some own only padding."""
+    data = partial(batch_with_overflow, overflow_on=overflow_on)
+    pair = Pair(engine, seeded(SCALED[model]), data=data, loss=loss_times_factor)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(5):
+        scaled_step(pair, scaler, step, max_norm=0.1 if step % 2 else None, skipped=step == 2)
+        scales.append(scaler.get_scale())
+    pair.check_weights()
+    # Halved by the overflow, doubled after two good steps.
+    assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_float16_trains_with_a_loss_scaler(engine):
+    """Weights follow plain torch's float16 copy; without the scale its small gradients would be zero."""
+    options = {"param_dtype": torch.float16, "reduce_dtype": FP32}
+    data = partial(batch_with_overflow, overflow_on=1)
+    model = seeded(Blocks, dtype=FP32)
+    pair = Pair(engine, model, data=partial(data, dtype=FP32), loss=loss_times_factor, tolerance=1e-2, **options)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(4):
+        scaled_step(pair, scaler, step, skipped=step == 2)
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_disabled_scaler_changes_nothing(engine):
+    """With `enabled=False` its calls do what the loop without it does."""
+    pair = Pair(engine, seeded(Blocks), tolerance=EXACT)
+    scaler = GradScaler("cpu", enabled=False)
+    for step in range(2):
+        scaled_step(pair, scaler, step, max_norm=0.1)
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_scaler_is_called_in_order(engine):
+    """Unscaling or stepping twice without `update()` is an error, as in torch."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    scaler = GradScaler("cpu")
+    scaler.scale(mse(trained, *own_batch(0))).backward()
+    scaler.unscale_(trained)
+    with pytest.raises(RuntimeError, match=r"update\(\)"):
+        scaler.unscale_(trained)
+    scaler.step(trained)
+    with pytest.raises(RuntimeError, match=r"update\(\)"):
+        scaler.step(trained)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_torchs_own_scaler_is_refused(engine):
+    """It would skip a step on one rank only."""
+    pair = Pair(engine, seeded(Blocks))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(pair.loss_of_engine()).backward()
+    with pytest.raises((RuntimeError, AssertionError)):
+        scaler.step(pair.trained.optimizer)
+    dist.barrier()
+    pair.trained.zero_grad()
+    pair.train()

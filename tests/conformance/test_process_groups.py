@@ -1,0 +1,106 @@
+"""Who trains together: a group of some ranks, a mesh, replicas."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import MOMENTUM, Blocks, Tied, batch, mse, seeded
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from conformance.pair import Pair
+from conformance.test_precision import scaled_step
+from zerolab.engine import GradScaler
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.chapters
+def test_a_group_trains_without_the_other_ranks(engine):
+    """The ranks of the group train among themselves; a rank outside of it gets an error."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        Pair(engine, seeded(Tied), ranks=[0, 2], group=group).train()
+    elif engine.ours:
+        model = seeded(Tied)
+        with pytest.raises(ValueError, match="not in `group`"):
+            engine(model, MOMENTUM(model.parameters()), group=group)
+
+
+def batch_with_factor(step, rank):
+    return *batch(step, rank), torch.inf if step == 1 and rank == 2 else 1.0
+
+
+def loss_with_factor(model, inputs, targets, factor):
+    return mse(model, inputs, targets) * factor
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_two_groups_side_by_side_see_nothing_of_each_other(engine):
+    """Norms, unused parameters and overflows are each group's own."""
+    groups = [dist.new_group([side, side + 2]) for side in (0, 1)]
+    side = dist.get_rank() % 2
+    pair = Pair(
+        engine,
+        seeded(Blocks, seed=side),
+        ranks=[side, side + 2],
+        data=batch_with_factor,
+        loss=loss_with_factor,
+        group=groups[side],
+        find_unused=True,
+    )
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaled_step(pair, scaler, step, max_norm=0.1, skipped=step == 1 and side == 0)
+    assert scaler.get_scale() == (2.0 if side == 0 else 4.0)
+    pair.check_weights()
+
+
+@pytest.mark.ranks(4)
+def test_one_dimension_of_a_mesh_is_a_group(engine):
+    """Of four ranks as 2 x 2, each pair of a dimension trains by itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+    first = 2 * mesh.get_local_rank("tensor")
+    Pair(engine, seeded(Tied, seed=first), ranks=[first, first + 1], group=mesh["data"]).train()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_replicas_train_as_one_process(engine, rows):
+    """On a mesh of replicas and shards all ranks train together, from rank 0's weights.
+
+    Also if gradients are clipped twice in a step: what was averaged stays averaged when a later backward adds to it.
+    """
+    mesh = init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=("replicas", "shards"))
+    pair = Pair(engine, seeded(Tied), group=mesh)
+    pair.train(2)
+    for step in range(2, 4):
+        for part in range(2):
+            pair.backward(2 * step + part)
+            pair.clip(0.1)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.stages("zero2")
+def test_replicas_of_some_ranks_need_no_other(engine):
+    """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
+    if dist.get_rank() < 2:
+        Pair(engine, seeded(Blocks), ranks=[0, 1], group=mesh).train()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_meshes_that_do_not_fit_are_refused(engine):
+    """Three dimensions, and an option that differs between replicas, on every rank before anything could hang."""
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "third"))
+    model = seeded(Blocks)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        engine(model, ADAMW(model.parameters()), group=cube)
+    with pytest.raises(ValueError, match=r"rank\(s\) \[2, 3\]"):
+        engine(model, ADAMW(model.parameters()), group=cube["replicas", "shards"], find_unused=dist.get_rank() > 1)
+    Pair(engine, model, group=cube["replicas", "shards"]).train(1)  # two of three dimensions

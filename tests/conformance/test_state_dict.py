@@ -1,0 +1,195 @@
+"""Whole weights out of an engine and into one."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import MOMENTUM, Frozen, Tied, mse, own_batch, same, seeded
+from torch import nn
+
+from conformance.pair import Pair
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+OPTIONS = {"alone": {}, "mixed precision": {"param_dtype": torch.bfloat16}, "find_unused": {"find_unused": True}}
+
+
+def equal(found, expected):
+    """Names, dtypes, shapes and values, in order."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.mark.ranks(3, long=(1, 2))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_state_goes_from_one_engine_into_another(engine, options):
+    """What is loaded is in use at once, and is given out as it was: frozen weights, buffers, ties."""
+    options = OPTIONS[options]
+    source, model = seeded(Frozen, seed=3), seeded(Frozen)
+    trained = engine(model, ADAMW(model.parameters()), **options)
+    mse(trained, *own_batch(0)).backward()
+    trained.step()
+    trained.zero_grad()
+    trained.load_full_state_dict(source.state_dict())
+    state = trained.full_state_dict()
+    equal(state, source.state_dict())
+    for name, value in state.items():
+        if value.layout is torch.strided and value.is_floating_point():
+            assert value.untyped_storage().nbytes() == value.nbytes, f"{name} is a view of a bucket"
+    if "param_dtype" not in options:
+        with torch.no_grad():
+            same(trained(own_batch(3)[0]), source(own_batch(3)[0]), 1e-12, "what the engine computes")
+    mse(trained, *own_batch(1)).backward()
+    trained.step()
+    trained.zero_grad()
+    fresh = seeded(Frozen, seed=8)
+    other = engine(fresh, ADAMW(fresh.parameters()), **options)
+    other.load_full_state_dict(trained.full_state_dict())
+    with torch.no_grad():  # the same weights, and the same operations on them
+        same(other(own_batch(3)[0]), trained(own_batch(3)[0]), 0, "what the other engine computes")
+
+
+GOOD = seeded(Tied).state_dict()
+BROKEN = {
+    "a name is missing": ({name: value for name, value in GOOD.items() if name != "head.weight"}, "head.weight"),
+    "a name too many": ({**GOOD, "nobody": torch.ones(1)}, "nobody"),
+    "another shape": ({**GOOD, "blocks.0.scale": torch.ones(4)}, "blocks.0.scale"),
+}
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("state", BROKEN)
+@pytest.mark.parametrize("ranks_that_have_it", ["all", "one"])
+def test_a_state_that_does_not_fit_changes_nothing(engine, state, ranks_that_have_it):
+    """It is refused by name on every rank, also if only one rank has it."""
+    state, name = BROKEN[state]
+    model = seeded(Tied)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    before = trained.full_state_dict()
+    if ranks_that_have_it == "one" and dist.get_rank() == 0:
+        state = GOOD
+    with pytest.raises((KeyError, ValueError), match=name):
+        trained.load_full_state_dict(state)
+    equal(trained.full_state_dict(), before)
+
+
+class Odd(nn.Module):
+    """Buffers as they lie in memory and of many dtypes, and quantized frozen weights; all differ between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        def integers(*shape):
+            return torch.randint(1, 100, shape, generator=generator)
+
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 3)])
+        buffers = {
+            "transposed": normal(3, 4).T,
+            "strided": normal(6, 4)[::2],
+            "expanded": normal(1, 4).expand(3, 4),
+            "channels_last": normal(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+            "empty": normal(0, 3),
+            "uint16": integers(3).to(torch.uint16),
+            "int16_transposed": integers(3, 5).short().T,
+            "float8": normal(3).to(torch.float8_e4m3fn),
+            "bool": normal(5) > 0,
+            "complex": torch.complex(normal(2, 3), normal(2, 3)).T,
+            "scalar": integers().short(),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("passing", normal(3), persistent=False)
+        for name, dtype in {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16}.items():
+            quantized = nn.Parameter(integers(7, 3).to(dtype), requires_grad=False)
+            self.blocks[0].register_parameter(name, quantized)
+        self.kept = []
+
+    def forward(self, x):
+        return self.blocks[1](torch.tanh(self.blocks[0](x)))
+
+
+def everyone(state):
+    """The states of all ranks as bytes."""
+    found = {
+        name: (tuple(value.shape), value.dtype, value.contiguous().reshape(-1).view(torch.uint8).tolist())
+        for name, value in state.items()
+    }
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, found)
+    return states
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("options", ["alone", "mixed precision"])
+def test_every_buffer_and_every_quantized_weight_is_rank_0s(engine, options):
+    """However they lie in memory. Afterwards buffers are each rank's own, and the whole state has rank 0's."""
+    model = seeded(Odd, dtype=torch.float32)
+    before = everyone({**model.state_dict(), "passing": model.passing})
+    assert before[0] != before[1], "the ranks have the same buffers, so this proves nothing"
+    trained = engine(model, ADAMW(model.parameters()), **OPTIONS[options])
+    buffers = everyone(dict(model.named_buffers()))
+    assert buffers[0] == buffers[1] == {name: before[0][name] for name in buffers[0]}
+    trained(torch.randn(2, 5)).sum().backward()
+    trained.step()
+    trained.zero_grad()
+    model.scalar.add_(dist.get_rank())
+    state = trained.full_state_dict()
+    quantized = [name for name in state if "int" in name and name.startswith("blocks")]
+    for found in everyone(state):
+        assert all(found[name] == before[0][name] for name in (*quantized, *buffers[0]) if name in found)
+    trained.load_full_state_dict({**state, "blocks.0.int8": state["blocks.0.int8"] - 1})
+    assert torch.equal(trained.full_state_dict()["blocks.0.int8"], state["blocks.0.int8"] - 1)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
+    """Where ranks' buffers are not alike, asking for the whole state names a rank, and nobody waits."""
+    model = seeded(Frozen)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    if dist.get_rank() == 1:
+        model.register_buffer("shift", torch.zeros(7, dtype=torch.float64))
+    with pytest.raises(ValueError, match="rank 1"):
+        trained.full_state_dict()
+
+
+class Keeps(nn.Linear):
+    """It keeps something besides tensors, which goes into the model's state."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.kept = {"rank": dist.get_rank(), "sum": torch.ones(2) + dist.get_rank()}
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_what_modules_keep_besides_tensors_is_rank_0s(engine):
+    """What `get_extra_state` returns goes through the whole state, and all ranks get rank 0's."""
+    model = seeded(lambda: nn.Sequential(Keeps()), dtype=torch.float32)
+    trained = engine(model, ADAMW(model.parameters()))
+    state = trained.full_state_dict()
+    assert state["0._extra_state"]["rank"] == 0 and model[0].kept["rank"] == dist.get_rank()
+    trained.load_full_state_dict(state)
+    assert model[0].kept["rank"] == 0 and torch.equal(model[0].kept["sum"], torch.ones(2))
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_loading_between_steps_trains_on_from_there(engine):
+    """The optimizer's state stays, and both sides go on from the loaded weights."""
+    pair = Pair(engine, seeded(Tied))
+    pair.train(2)
+    state = {name: value / 2 for name, value in pair.trained.full_state_dict().items()}
+    pair.plain.load_state_dict(state)
+    pair.trained.load_full_state_dict(state)
+    pair.train(2)

@@ -1,0 +1,173 @@
+"""Parameters that a step leaves without a gradient, on some ranks or on all."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import MOMENTUM, Blocks, batch, mse, own_batch, seeded
+from torch import nn
+
+from conformance.pair import Pair
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # decays what has a gradient, also one of zero
+
+
+class Choices(nn.Module):
+    """Parts that a step may leave unused: weights in units, a whole unit, an early and a late root parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.early = nn.Parameter(torch.randn(5))
+        self.blocks = nn.ModuleList(Adapted() for _ in range(3))
+        self.spare = nn.ModuleList([nn.Linear(5, 5)])
+        self.heads = nn.ModuleDict({"first": nn.Linear(5, 3), "second": nn.Linear(5, 3)})  # of the root
+        self.never = nn.Parameter(torch.randn(5))
+
+    def forward(self, tokens, choice, early, spare):
+        x = self.embedding(tokens).mean(1)
+        if early:
+            x = x + self.early
+        for block in self.blocks:
+            x = block(x, choice)
+        if spare:
+            x = self.spare[0](x)
+        first, second = (head(x) for head in self.heads.values())
+        return second if choice else first
+
+
+class Adapted(nn.Module):
+    """A layer with adapters, of which a forward uses one or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(5, 5)
+        self.adapters = nn.ParameterList([torch.randn(5) for _ in range(3)])
+
+    def forward(self, x, choice):
+        x = torch.tanh(self.base(x))
+        return x if choice == 0 else x * self.adapters[choice - 1]
+
+
+def choices_of(step, rank, alike=False):
+    """The batch, and what forward is told. It differs between ranks, unless they are `alike`, but for the units."""
+    who = step if alike else step + rank
+    tokens, targets = batch(step, rank)
+    return tokens, targets, who % 3, who % 4 == 0, step % 2 == 0
+
+
+def chosen_loss(model, tokens, targets, *choices):
+    return nn.functional.mse_loss(model(tokens, *choices), targets)
+
+
+def choosing(engine, alike=False, **options):
+    data = partial(choices_of, alike=alike)
+    model = seeded(Choices)
+    return Pair(engine, model, ADAMW, data=data, loss=chosen_loss, find_unused=True, tolerance=1e-10, **options)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_no_rank_used_is_left_out_of_the_step(engine, alike):
+    """With `find_unused` it gets no decay and no momentum; the rest trains as ever."""
+    pair = choosing(engine, alike)
+    for step in range(6):
+        pair.backward(step)
+        assert pair.plain.never.grad is None
+        pair.step()
+    pair.check_weights()
+
+
+UNITS = {"no prefetch": {"prefetch": 0}, "gathered until backward": {"reshard_after_forward": False}}
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("options", UNITS)
+def test_unused_parts_of_units(engine, options):
+    """The same with other lives of units."""
+    pair = choosing(engine, **UNITS[options])
+    pair.train(4)
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_unused_parameters_and_several_backwards(engine, no_sync):
+    """What one of the backwards of a step used counts as used; gradients are also clipped."""
+    pair = choosing(engine)
+    for step in range(4):
+        for micro in range(3):
+            pair.backward(10 * step + micro, quiet=no_sync and micro < 2)
+        pair.clip(0.1)
+        pair.step()
+    pair.check_weights()
+
+
+def test_a_unit_that_all_ranks_skip(engine):
+    """A block that no rank runs in some steps is no mistake with `find_unused`."""
+
+    class Skipping(Blocks):
+        skip = None
+
+        def forward(self, tokens):
+            x = self.embedding(tokens).mean(1)
+            for index, block in enumerate(self.blocks):
+                x = x if index == self.skip else block(x)
+            return self.head(x)
+
+    pair = Pair(engine, seeded(Skipping), find_unused=True)
+    for step in range(4):
+        pair.plain.skip = pair.model.skip = (None, 1, 2, 0)[step]
+        pair.backward(step)
+        pair.step()
+    pair.check_weights()
+
+
+class Spare(Blocks):
+    """A weight that a forward may leave unused."""
+
+    use = True
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        return out * self.spare if self.use else out
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_missing_gradient_is_refused_by_name(engine):
+    """Without `find_unused` the step names the parameter and the option, on every rank; then training goes on."""
+    pair = Pair(engine, seeded(Spare))
+    pair.train(1)
+    pair.model.use = False
+    pair.loss_of_engine().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient for 'spare'.*find_unused=True"):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.model.use = True
+    pair.train()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_step_without_a_backward_is_refused(engine):
+    """All gradients are missing."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    with pytest.raises(RuntimeError, match="no gradient for"):
+        trained.step()
+    mse(trained, *own_batch(0)).backward()
+    trained.step()
+
+
+@pytest.mark.stages("zero2", "zero3")
+def test_a_sparse_gradient_is_refused_by_name(engine):
+    """It cannot be sent. In ZeRO-1 autograd adds it to the bucket's buffer, which is correct."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.model.embedding.sparse = True
+    with pytest.raises(RuntimeError, match=r"'embedding.weight'.*sparse"):
+        pair.loss_of_engine().backward()
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.model.embedding.sparse = False
+    pair.train()

@@ -1,0 +1,183 @@
+"""Small models of awkward shapes, and data that differs between ranks and steps."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """Sizes that no N from 2 to 4 divides, a scalar, and a parameter of two elements."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(5, hidden)
+        self.down = nn.Linear(hidden, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.pair = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
+
+
+class Odd(nn.Module):
+    """An embedding, blocks of different sizes, of which one has a frozen layer, and a head."""
+
+    def __init__(self, blocks: int = 3):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block(7 + 2 * index) for index in range(blocks))
+        self.blocks[1].up.requires_grad_(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Empty(Odd):
+    """The last parameter, which is in the first bucket, has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.empty.sum()
+
+
+class BiasLast(Odd):
+    """Its last addition saves nothing, so the bias's gradient is the first event of a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.bias
+
+
+class SharedInside(nn.Module):
+    """Two units that hold the same layer, beside others of their own. 11 rows, so that tied weights are uneven."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        shared = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), shared) for _ in range(2)])
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :3]
+
+
+class Checkpointed(Odd):
+    """Activation checkpointing around each unit."""
+
+    several = 1
+
+    def __init__(self):
+        super().__init__(blocks=4)
+
+    def part(self, x, first):
+        for block in self.blocks[first : first + self.several]:
+            x = block(x)
+        return x
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for first in range(0, 4, self.several):
+            x = checkpoint(self.part, x, first, use_reentrant=False)
+        return self.head(x)
+
+
+class TwoCheckpointed(Checkpointed):
+    """Activation checkpointing around two units at a time."""
+
+    several = 2
+
+
+class ChangedInPlace(Odd):
+    """A forward that changes a saved tensor in place: its backward is an error."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        y = torch.tanh(self.blocks[0](x))
+        loss = self.head(y * y)
+        y.add_(1)
+        return loss
+
+
+class Lanes(nn.Module):
+    """Units that run in the order of `way`, without the one in `skip`."""
+
+    def __init__(self, sizes=(8, 9, 8, 9)):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
+        self.way, self.skip = list(range(len(sizes))), None
+
+    def forward(self, x):
+        for index in self.way:
+            if index != self.skip:
+                x = self.blocks[index](x)
+        return x
+
+
+class Stack(nn.Module):
+    """Wide layers and hardly any activations, so that live bytes are parameters and gradients."""
+
+    def __init__(self, layers: int, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OneWeight(nn.Sequential):
+    """A bucket so small that all ranks but the first own only padding; with `more`, another one."""
+
+    def __init__(self, more: bool):
+        super().__init__(nn.Linear(2, 1, bias=False), *([nn.Linear(1, 40)] if more else []))
+
+
+def uneven_blocks(width: int) -> nn.Sequential:
+    """Blocks of unequal size: the one in the middle has eight layers, the six others have one."""
+    return nn.Sequential(*[Linears(layers, width) for layers in (1, 1, 1, 8, 1, 1, 1)])
+
+
+class Linears(nn.Sequential):
+    """Equal square matrices and nothing else."""
+
+    def __init__(self, layers: int, width: int):
+        super().__init__(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+
+def seeded(make, seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model that `make()` returns, with the weights of this seed. Leaves the rank's random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().to(dtype)
+
+
+def _generator(step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000 * step + rank)
+
+
+def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (4, 6), classes (4,)), different for every rank and step."""
+    generator = _generator(step, rank)
+    inputs = torch.randint(11, (4, 6), generator=generator)
+    return inputs, torch.randint(3, (4,), generator=generator)
+
+
+def vectors(step: int, rank: int, width: int, rows: int = 1, dtype: torch.dtype = torch.float64):
+    """(inputs (rows, width), targets (rows, width)), different for every rank and step."""
+    generator = _generator(step, rank)
+    inputs = torch.randn(rows, width, generator=generator, dtype=dtype)
+    return inputs, torch.randn(rows, width, generator=generator, dtype=dtype)

@@ -1,0 +1,27 @@
+"""The exercises and tasks, a file each: what is to write, hints and targets. `starts/` has what a task begins with."""
+
+from zerolab.teach.exercises import (
+    clip_gradients,
+    hidden_reduction,
+    micro_batches,
+    own_prefetch,
+    two_machines,
+    uneven_units,
+    zero1,
+    zero1_2psi,
+    zero2,
+    zero3,
+)
+
+EXERCISES = {
+    "zero1": zero1.EXERCISE,
+    "zero1_2psi": zero1_2psi.EXERCISE,
+    "zero2": zero2.EXERCISE,
+    "zero3": zero3.EXERCISE,
+    "clip_gradients": clip_gradients.TASK,
+    "micro_batches": micro_batches.TASK,
+    "uneven_units": uneven_units.TASK,
+    "own_prefetch": own_prefetch.TASK,
+    "hidden_reduction": hidden_reduction.TASK,
+    "two_machines": two_machines.TASK,
+}

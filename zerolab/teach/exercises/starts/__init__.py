@@ -1,0 +1,1 @@
+"""What a student begins a task with. These files are copied, and not imported."""
