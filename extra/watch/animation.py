@@ -7,9 +7,9 @@ from pathlib import Path
 
 from extra.watch import chromium
 
-WIDTH, HEIGHT = 900, 680  # so narrow that the code is below the memory
-FRAMES = 150  # at most; a longer recording is thinned out
-COLOURS = 160
+WIDTH, HEIGHT = 900, 740  # so narrow that the code is below the memory
+FRAMES = 60  # at most this many events
+COLOURS = 40
 SMALL = 1_000_000  # bytes
 # An animation shows the memory and the code. The rest of the page is hidden.
 TRIM = """
@@ -23,7 +23,7 @@ document.getElementById("said").style.cssText = "min-height: 3.1em; margin-botto
 const source = document.querySelector(".source"), below = source.getBoundingClientRect().top;
 source.style.cssText = `min-height: 0; height: ${innerHeight - below - 14}px`;
 watch.frame = () => {};
-return watch.rec.events.map((e) => e[2]);
+return watch.rec.events.map((e) => [e[1], e[2]]);
 """
 
 
@@ -70,12 +70,13 @@ def screenshots(page: str, dark: bool) -> list[tuple[bytes, int]]:
     return found
 
 
-def events_to_draw(kinds: list[str]) -> list[int]:
-    """The indexes of the events: without the ends of collectives (except as the last event), and thinned out."""
-    last = len(kinds) - 1
-    wanted = [number for number, kind in enumerate(kinds) if kind != "end" or number == last]
-    every = math.ceil(len(kinds) / FRAMES)
-    return wanted[::every]
+def events_to_draw(events: list[tuple[int, str]]) -> list[int]:
+    """The indexes of (rank, what): what rank 0, whose code is shown, sends, frees and updates, and the last event.
+
+    A long step is thinned out. The computations between these events show in the picture.
+    """
+    wanted = [k for k, (rank, what) in enumerate(events) if rank == 0 and what not in ("end", "compute")]
+    return [*wanted[: -1 : math.ceil(len(wanted) / FRAMES)], len(events) - 1]
 
 
 def common_palette(frames: list):

@@ -76,9 +76,12 @@ def lines_that_run(found: set[tuple[int, int]]) -> Iterator[None]:
 
 def idle_lines(source: str, ran: set[int]) -> list[list[int]]:
     """[first, last] of each run of lines that a step does not run. A comment counts as the code that it precedes."""
-    lines = source.count("\n") + 1
-    runs: list[bool | None] = [None] * (lines + 2)  # by line number; None: no code
-    for node in ast.walk(ast.parse(source)):
+    text = source.split("\n")
+    runs: list[bool | None] = [None] * (len(text) + 1)  # by line number; None: no code
+    tree = ast.parse(source)
+    if ast.get_docstring(tree) is not None:
+        runs[1 : tree.body[0].end_lineno + 1] = [True] * tree.body[0].end_lineno
+    for node in ast.walk(tree):
         if not isinstance(node, ast.stmt):
             continue
         first, last = node.lineno, node.end_lineno
@@ -96,10 +99,11 @@ def idle_lines(source: str, ran: set[int]) -> list[list[int]]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         for line in range(first, max(first, last) + 1):
-            runs[line] = any(each in ran for each in counted)
+            if text[line - 1].strip() and not text[line - 1].lstrip().startswith("#"):
+                runs[line] = any(each in ran for each in counted)
     after = True  # the text below all code
     found: list[list[int]] = []
-    for line in range(lines, 0, -1):
+    for line in range(len(text), 0, -1):
         after = after if runs[line] is None else runs[line]
         if not after:
             if found and found[-1][0] == line + 1:
