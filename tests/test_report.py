@@ -132,10 +132,14 @@ def test_results_that_cannot_be_written_leave_the_ones_before(tmp_path):
     assert Path("/dev/null").is_char_device()
 
 
+def chapter_arguments(name, words):
+    return walkthrough.arguments([name, *words])
+
+
 def parsed(command: report.Command, gpus: int) -> str:
     """The name of what the command runs, if its program accepts the command line."""
     parsers = {"compare": fsdp2_compare.arguments, "memory": memory.arguments, "bench": bench.arguments}
-    parsers |= {name: partial(walkthrough.arguments, stage, "A chapter.") for name, stage in CHAPTERS.items()}
+    parsers |= {name: partial(chapter_arguments, name) for name in CHAPTERS}
     program, *words = shlex.split(command.line)
     if program == "torchrun":
         option, number_of_ranks, script, *words = words
