@@ -82,13 +82,13 @@ class EngineBucket(Bucket):
             return super().gather()
         own = self.flat[self.own]
         own.copy_(self.shard.detach(), non_blocking=True)
-        return all_gather(precision.as_bytes(self.flat), precision.as_bytes(own), group=self.group, async_op=True)
+        return all_gather(precision.sendable(self.flat), precision.sendable(own), group=self.group, async_op=True)
 
     def gather_exact(self):
         """All values in the shards' dtype, in a new buffer (numel,) on the device. A collective."""
         shard = self.shard.detach().to(self.flat.device)
         flat = shard.new_empty(self.numel)
-        all_gather(precision.as_bytes(flat), precision.as_bytes(shard), group=self.group)
+        all_gather(precision.sendable(flat), precision.sendable(shard), group=self.group)
         return flat
 
     # How gradients are reduced.

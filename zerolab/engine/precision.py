@@ -52,8 +52,10 @@ def divisors(dtype, world_size):
     return before, world_size / before
 
 
-def as_bytes(tensor):
-    """The same memory as bytes, because gloo and NCCL cannot send every dtype (int16 and float8, for example)."""
+def sendable(tensor):
+    """A flat tensor on the same memory: as it is, or as bytes, because gloo and NCCL cannot send every dtype."""
+    if tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return tensor.reshape(-1)
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero1 import broadcast_whole
 from zerolab.engine.precision import divisors
+from zerolab.engine.together import make_group
 
 
 def groups_of(group):
@@ -39,11 +40,11 @@ def groups_of(group):
         raise ValueError(f"rank {dist.get_rank()} is not in the DeviceMesh: only its own ranks build the engine")
     if group.ndim == 1:
         return group.get_group(), None, group.get_group()
+    shards, copies = group.get_group(1), group.get_group(0)
     everyone = None  # the default group, if the mesh has all ranks
     if group.size() < dist.get_world_size():
-        # Only the mesh's ranks get here. Groups of torch are counted, and other ranks would have another count.
-        everyone = dist.new_group(group.mesh.flatten().tolist(), use_local_synchronization=True)
-    return group.get_group(1), group.get_group(0), everyone
+        everyone = make_group(group.mesh.flatten().tolist(), [shards, copies])
+    return shards, copies, everyone
 
 
 def broadcast_over(replicas, tensors):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerolab.engine import offload, tensor_parallel
 from zerolab.engine.groups import cut, first_element
-from zerolab.engine.precision import as_bytes
+from zerolab.engine.precision import sendable
 from zerolab.engine.together import on_all_ranks
 
 
@@ -65,7 +65,7 @@ def full_state_dict(engine):
     for buffer in buffers.values():
         if id(buffer) not in values and buffer.layout is torch.strided:
             whole = buffer.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(as_bytes(whole), group_src=0, group=engine.options.everyone)
+            dist.broadcast(sendable(whole), group_src=0, group=engine.options.everyone)
             values[id(buffer)] = whole.cpu()
     state = engine.model.state_dict(keep_vars=True)
     for key, tensor in (params | buffers).items():

@@ -1,4 +1,6 @@
-"""An error on one rank is an error on all, so that no rank waits for one that has given up."""
+"""For all ranks together: an error of one is raised on all, so that no rank waits forever; a group is made."""
+
+import secrets
 
 import torch.distributed as dist
 
@@ -45,3 +47,21 @@ def portable(error):
             except TypeError:
                 continue
     return RuntimeError(f"{type(error).__name__}: {message}")
+
+
+def make_group(ranks, groups, backend=None):
+    """A new process group of `ranks`. A collective of these ranks only, and not of all, as `dist.new_group` is.
+
+    torch names a group by how many groups a rank has made. If that differs between ranks, so do the names, and the
+    ranks wait for each other forever. So the first rank chooses the number, and sends it along `groups`, which exist
+    already and together reach all `ranks`.
+    """
+    number = [secrets.randbits(60)]
+    for group in groups:
+        dist.broadcast_object_list(number, group_src=0, group=group)
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, number[0]
+    try:
+        return dist.new_group(ranks, backend=backend)
+    finally:
+        world.group_count = before

@@ -16,7 +16,6 @@ DCP's own `async_save` does the same, but its copy has whole storages.
 import concurrent.futures
 import dataclasses
 import io
-import secrets
 import time
 import warnings
 from pathlib import Path
@@ -31,7 +30,7 @@ from zerolab.engine.checkpoint import folders
 from zerolab.engine.checkpoint.rectangles import Piece
 from zerolab.engine.groups import first_element
 from zerolab.engine.state_dict import in_three, own_parts, plain_name
-from zerolab.engine.together import all_succeed, on_all_ranks
+from zerolab.engine.together import all_succeed, make_group, on_all_ranks
 
 
 @dataclasses.dataclass
@@ -55,7 +54,7 @@ class Background:
     """A thread that writes, with its own process group, because its collectives must not mix with training's."""
 
     def __init__(self, group):
-        self.group = make_group(group)
+        self.group = make_group(dist.get_process_group_ranks(group or dist.group.WORLD), [group], "gloo")
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.future = None
 
@@ -63,21 +62,6 @@ class Background:
         self.future = self.thread.submit(write, self.group)
         self.future.add_done_callback(warn_of_failure)
         return self.future
-
-
-def make_group(group):
-    """A gloo group of the same ranks. A collective of these ranks only, and not of all, as `dist.new_group` is.
-
-    torch names a group by how many groups a rank has made. Where that differs between ranks, so do the names, and the
-    ranks wait for each other forever. So rank 0 chooses the number here.
-    """
-    number = on_all_ranks(lambda: secrets.randbits(60), group)[0]
-    world = dist.distributed_c10d._world
-    before, world.group_count = world.group_count, number
-    try:
-        return dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
-    finally:
-        world.group_count = before
 
 
 def save(engine, folder, keep=3, **extra):
