@@ -136,7 +136,7 @@ def machines() -> str:
     rows = [OF_A_MACHINE]
     for file in sorted((ROOT / "results").glob("*/report.md")):
         name, *rest = file.read_text().splitlines()[4].strip("| ").split(" | ")
-        rows.append([f"[{name}]({file.relative_to(ROOT)})", *rest])
+        rows.append([f"[{name}](../{file.relative_to(ROOT)})", *rest])
     return tables.markdown(rows)
 
 
