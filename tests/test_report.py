@@ -190,7 +190,9 @@ def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monke
     results = memory.measure_all(asked)
     predicted = {name: row["dry_run_peak_bytes"] for name, row in results["engines"].items()}
     assert predicted == {name: row["peak_bytes"] for name, row in expected.items()}
-    lines = {line.split()[0]: line for line in one_gpu.memory_table(results).splitlines() if line}
+    lines = {}
+    for line in filter(None, one_gpu.memory_table(results).splitlines()):
+        lines.setdefault(line.split()[0], line)  # on a narrow terminal the table is split, and the peaks come first
     assert "OUT OF MEMORY" in lines["ddp"] and f"{predicted['ddp'] / 1e6:.2f}" in lines["ddp"]
     assert lines["zero3"].split()[1] == lines["zero3"].split()[2] == f"{predicted['zero3'] / 1e6:.2f}"
 
