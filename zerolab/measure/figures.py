@@ -9,8 +9,8 @@ import json
 import tomllib
 from pathlib import Path
 
-from zerolab.measure.pictures_of_memory import live, memory, scaling, stages  # noqa: F401  figures.toml names them
-from zerolab.measure.pictures_of_steps import lanes, losses, sweeps  # noqa: F401
+from zerolab.measure.pictures_of_memory import live, memory, scaling, stages
+from zerolab.measure.pictures_of_steps import lanes, losses, sweeps
 from zerolab.measure.style import BELOW, SAID, TIMES, headline, key, new, save, stacked
 
 
@@ -67,9 +67,21 @@ def load(name: str, paths: list[str]) -> list[dict]:
     return loaded
 
 
+DRAWN_BY = {
+    "lanes": lanes,
+    "live": live,
+    "losses": losses,
+    "memory": memory,
+    "scaling": scaling,
+    "stages": stages,
+    "step_time": step_time,
+    "sweeps": sweeps,
+}
+
+
 def picture(name: str, paths: list[str]):
     """The figure `name` of the results in these files."""
-    return globals()[FIGURES[name]["draw"]](*load(name, paths))
+    return DRAWN_BY[FIGURES[name]["draw"]](*load(name, paths))
 
 
 def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
