@@ -1,6 +1,5 @@
 """The dry run's formulas: what a rank holds per parameter, and the exact peak of each stage. Ψ: all parameters."""
 
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +41,38 @@ def formula_of_peak(name: str, precision: str, accumulate: int) -> str | None:
     return FORMULAS["once" if accumulate == 1 else "several"].get(name)
 
 
+def zero1_peak(of: Letters) -> float:
+    return 8 * of.Ψ + 8 * of.Ψ / of.N + 4 * of.G
+
+
+def zero2_peak(of: Letters) -> float:
+    return 4 * of.Ψ + 8 * of.Ψ / of.N + 4 * (of.Ψ - of.T) / of.N + 4 * of.A + 4 * of.B
+
+
+def zero3_peak(of: Letters) -> float:
+    return 4 * (4 * of.Ψ - of.R - (of.p + 1) * of.U) / of.N + 4 * of.R + 4 * (of.p + 3) * of.U
+
+
+def zero2_peak_of_several(of: Letters) -> float:
+    return 4 * of.Ψ + 12 * of.Ψ / of.N + 4 * of.A + 4 * of.B + 4 * of.A / of.N
+
+
+def zero3_peak_of_several(of: Letters) -> float:
+    return 16 * of.Ψ / of.N + 4 * of.R + 4 * (of.p + 3) * of.U + 4 * of.U / of.N
+
+
+COMPUTED_BY = {
+    FORMULAS["once"]["zero1"]: zero1_peak,  # with several backwards the same
+    FORMULAS["once"]["zero2"]: zero2_peak,
+    FORMULAS["once"]["zero3"]: zero3_peak,
+    FORMULAS["several"]["zero2"]: zero2_peak_of_several,
+    FORMULAS["several"]["zero3"]: zero3_peak_of_several,
+}
+
+
 def value(formula: str, of: Letters) -> float:
-    """What a formula comes to. It is written as on paper: 8Ψ is 8 times Ψ."""
-    return eval(re.sub(r"(?<=[\dΨ)])(?=[(A-ZΨ])", "*", formula), {}, vars(of))
+    """The bytes that a printed formula gives."""
+    return COMPUTED_BY[formula](of)
 
 
 class Layout(Bucket):
