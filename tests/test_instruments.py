@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Blocks, seeded
-from tables import TABLES
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +94,14 @@ def ledgers_agree_on_an_open_engine() -> None:
             assert late.live == early.live
 
 
-STEPS = set(TABLES["trace"]["steps"])
+STEPS = {
+    "0 partition",
+    "1 forward",
+    "2 backward",
+    "3 reduce gradients",
+    "4 update the shard",
+    "5 gather parameters",
+}
 
 
 def the_timeline_of_a_step() -> None:
@@ -327,7 +333,14 @@ def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
     whole = 4 * 6 * world_size
     part = whole * (world_size - 1) / world_size
     for found in ranks(world_size).run(count_by_hand):
-        assert found == [*((kind, whole, times * part, step) for kind, times, step in TABLES["sent"]), round(6 * part)]
+        assert found == [
+            ("all-reduce", whole, 2 * part, ""),
+            ("all-gather", whole, part, "5 gather parameters"),
+            ("reduce-scatter", whole, part, ""),
+            ("broadcast", whole, part, ""),
+            ("all-gather", whole, part, ""),
+            round(6 * part),
+        ]
 
 
 WEIGHT = 4 * 100 * 100  # bytes of one of the two layers below
@@ -448,8 +461,10 @@ def test_the_timeline_of_an_unsharded_engine():
     steps = [span for span in timeline.spans if span.lane == "steps"]
     assert [span.name for span in steps] == ["1 forward", "2 backward", "4 update the shard"]
     assert all(a.end <= b.start for a, b in zip(steps, steps[1:]))
-    compute = [[span.step[:1], span.name] for span in timeline.spans if span.lane == "compute" and span.step]
-    assert compute == TABLES["trace"]["computed"]
+    compute = [(span.step[:1], span.name) for span in timeline.spans if span.lane == "compute" and span.step]
+    forward = [("1", "0"), ("1", "1"), ("1", "2"), ("1", "root")]  # two layers, the activation between them, the loss
+    backward = [("2", "root"), ("2", "2"), ("2", "1"), ("2", "0")]
+    assert compute == [*forward, *backward, ("4", "optimizer")]
     for span in timeline.spans:
         inside = [step for step in steps if step.name == span.step]
         assert span.start <= span.end and all(step.start <= span.start <= span.end <= step.end for step in inside)
@@ -458,12 +473,25 @@ def test_the_timeline_of_an_unsharded_engine():
 
 def test_the_trace_is_what_chrome_reads():
     """What overlaps has a thread of its own, times are microseconds. (The counters: tests/test_launch.py.)"""
-    spans = [Span(**span) for span in TABLES["trace"]["spans"]]
+    spans = [
+        Span("steps", "1 forward", 0.0, 0.5),
+        Span("collectives", "all-gather", 0.05, 0.15, step="5 gather parameters", nbytes=4000, unit="blocks.3"),
+        Span("collectives", "all-gather", 0.12, 0.2),
+        Span("collectives", "reduce-scatter", 0.15, 0.2),
+        Span("collectives", "all-gather", 0.2, 0.3),
+    ]
     trace = chrome_trace([spans, spans[:1]], title="a title")
     assert trace["otherData"] == {"title": "a title"}
     names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in names}
     shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     found = [[event["pid"], threads[event["pid"], event["tid"]], event["ts"], event["dur"]] for event in shown]
-    assert found == TABLES["trace"]["shown"]
+    assert found == [  # rank, thread, microseconds from, and how many
+        [0, "steps", 0, 500_000],
+        [0, "all-gather", 50_000, 100_000],
+        [0, "all-gather 2", 120_000, 80_000],
+        [0, "reduce-scatter", 150_000, 50_000],
+        [0, "all-gather", 200_000, 100_000],
+        [1, "steps", 0, 500_000],
+    ]
     assert shown[1]["args"] == {"step": "5 gather parameters", "bytes": 4000, "unit": "blocks.3"}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tables import TABLES
 
 from zerolab.run import process_group
 from zerolab.run.engines import CHAPTERS, STAGES
@@ -15,15 +14,38 @@ def test_no_process_group(stage):
         stage(model, torch.optim.AdamW(model.parameters()))
 
 
-@pytest.mark.parametrize("given, expected", TABLES["choices"].items())
-def test_choice_of_backend_and_device(given, expected):
-    backend, device, ranks_here, gpus = given.split()
-    if isinstance(expected, str):
-        assert " ".join(process_group.choose(backend, device, 1, int(ranks_here), int(gpus))[:2]) == expected
-    else:
-        with pytest.raises(ValueError) as raised:
-            process_group.choose(backend, device, 1, int(ranks_here), int(gpus))
-        assert all(words in str(raised.value) for words in expected)
+@pytest.mark.parametrize(
+    "backend, device, ranks_here, gpus, expected",
+    [
+        ("auto", "auto", 2, 0, ("gloo", "cpu")),
+        ("auto", "auto", 2, 8, ("nccl", "cuda:1")),
+        ("auto", "auto", 8, 8, ("nccl", "cuda:1")),
+        ("auto", "auto", 2, 1, ("gloo", "cuda:0")),
+        ("auto", "auto", 1, 1, ("nccl", "cuda:1")),
+        ("gloo", "auto", 2, 2, ("gloo", "cuda:1")),
+        ("auto", "cpu", 2, 8, ("gloo", "cpu")),
+    ],
+)
+def test_backend_and_device_of_the_second_rank(backend, device, ranks_here, gpus, expected):
+    assert process_group.choose(backend, device, 1, ranks_here, gpus)[:2] == expected
+
+
+@pytest.mark.parametrize(
+    "backend, device, ranks_here, gpus, words",
+    [
+        ("nccl", "auto", 2, 1, ["2 NCCL ranks", "1 GPU", "--backend gloo"]),
+        ("nccl", "auto", 9, 8, ["9 NCCL ranks", "8 GPU"]),
+        ("nccl", "auto", 2, 0, ["needs GPUs", "--backend gloo"]),
+        ("nccl", "cpu", 2, 8, ["needs GPUs", "--device cpu"]),
+        ("auto", "cuda", 2, 0, ["no GPU", "--device cpu"]),
+        ("mpi", "auto", 2, 0, ["mpi", "auto, gloo or nccl"]),
+        ("auto", "tpu", 2, 0, ["tpu", "auto, cpu or cuda"]),
+    ],
+)
+def test_a_choice_that_cannot_work_raises(backend, device, ranks_here, gpus, words):
+    with pytest.raises(ValueError) as raised:
+        process_group.choose(backend, device, 1, ranks_here, gpus)
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_another_kind_of_accelerator_takes_the_same_path(monkeypatch):
@@ -56,7 +78,16 @@ def test_tf32_is_what_torch_says():
         products.fp32_precision = before
 
 
-@pytest.mark.parametrize("given, ranks", TABLES["ranks"].items())
-def test_how_many_ranks_when_nobody_says(given, ranks):
-    backend, device, gpus, machines = given.split()
-    assert process_group.default_ranks(backend, device, int(gpus), int(machines)) == ranks
+@pytest.mark.parametrize(
+    "backend, device, gpus, machines, ranks",
+    [
+        ("auto", "auto", 0, 1, 2),
+        ("auto", "auto", 1, 1, 2),
+        ("nccl", "auto", 1, 1, 1),
+        ("auto", "auto", 1, 4, 1),
+        ("auto", "auto", 8, 1, 8),
+        ("auto", "cpu", 8, 1, 2),
+    ],
+)
+def test_the_default_number_of_ranks_on_a_machine(backend, device, gpus, machines, ranks):
+    assert process_group.default_ranks(backend, device, gpus, machines) == ranks

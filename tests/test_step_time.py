@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tables import TABLES
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +20,16 @@ from zerolab.run.model import GPTConfig
 
 
 DELAY = 0.12  # seconds
-KINDS = TABLES["kinds"]
+KINDS = {  # of the collectives of each engine's step, in alphabetical order
+    "ddp": ["all-reduce"],
+    "zero1": ["all-gather", "all-reduce"],
+    "zero_redundancy_optimizer": ["all-reduce", "broadcast"],
+    "zero2": ["all-gather", "reduce-scatter"],
+    "fsdp2_no_reshard": ["all-gather", "reduce-scatter"],
+    "zero3": ["all-gather", "reduce-scatter"],
+    "fsdp2": ["all-gather", "reduce-scatter"],
+    "fsdp1": ["all-gather", "reduce-scatter"],
+}
 
 
 def built(name: str):
@@ -120,27 +128,79 @@ def out_of_memory() -> list[str]:
 # What they find.
 
 
-@pytest.mark.parametrize("by_hand", TABLES["divided"].values(), ids=TABLES["divided"])
-def test_a_step_by_hand(by_hand):
-    spans, late = [], by_hand["late"]
-    for kind, start, moves, end in by_hand["collectives"]:
-        spans.append(Span("collectives", kind, start, end, told=kind not in late, moves=moves))
-    waits = [Wait(start, end, spans[number]) for start, end, number in by_hand["waits"]]
-    found = step_time.divide(*by_hand["step"], by_hand["operations"], by_hand["updates"], waits, spans)
-    assert found == {**found, **by_hand["found"], "told_late": late}
-    assert step_time.own_work(found) == by_hand["own"]
+def collective(kind: str, issued: float, moves: float, end: float, told: bool = True) -> Span:
+    return Span("collectives", kind, issued, end, moves=moves, told=told)
+
+
+def test_a_step_by_hand():
+    """Until 4 the other rank is late, until 4.75 the bytes move, and until 5 the host has not noticed."""
+    reduce = collective("all-reduce", 1, 4, 4.75)
+    gather = collective("all-gather", 5.5, 6, 7.5, told=False)
+    operations, updates = [(0, 2), (5, 7), (8, 9)], [(7.75, 9.25)]
+    found = step_time.divide(0, 10, operations, updates, [Wait(2, 5, reduce)], [reduce, gather])
+    assert found == {
+        "step": 10,
+        "compute": 4,
+        "optimizer": 1,
+        "host": 2.25,
+        "waiting": 2,
+        "exposed": {"all-reduce": 0.75},
+        "overlapped": {"all-gather": 1.5},
+        "told_late": ["all-gather"],
+    }
+    assert step_time.own_work(found) == 7.25
+
+
+def test_the_same_step_of_the_rank_that_is_late():
+    """It is the last to issue, at 4, and waits for no rank."""
+    reduce = collective("all-reduce", 4, 4, 4.75)
+    found = step_time.divide(0, 10, [(0, 4)], [], [Wait(4, 4.75, reduce)], [reduce])
+    assert (found["waiting"], found["exposed"], found["overlapped"]) == (0, {"all-reduce": 0.75}, {})
+    assert step_time.own_work(found) == 9.25
+
+
+def test_a_collective_over_two_steps_counts_in_each_for_its_part():
+    reduce = collective("reduce-scatter", 1, 2, 6)
+    others = [(0, 3)], [], [Wait(3, 6, reduce)], [reduce]
+    first, second = step_time.divide(0, 4, *others), step_time.divide(4, 8, *others)
+    assert (first["compute"], first["exposed"], first["overlapped"]) == (
+        3,
+        {"reduce-scatter": 1},
+        {"reduce-scatter": 1},
+    )
+    assert (second["compute"], second["exposed"], second["overlapped"]) == (0, {"reduce-scatter": 2}, {})
+    assert (step_time.own_work(first), step_time.own_work(second)) == (3, 2)
+
+
+def test_two_collectives_at_a_time_count_once():
+    """While the rank waits for the first, the second moves too. Beside computation the first one counts."""
+    gather, reduce = collective("all-gather", 0, 0, 5), collective("reduce-scatter", 1, 1, 7)
+    found = step_time.divide(0, 8, [(0, 4), (5, 8)], [], [Wait(4, 5, gather)], [gather, reduce])
+    assert found["exposed"] == {"all-gather": 1} and step_time.own_work(found) == 7
+    assert found["overlapped"] == {"all-gather": 4, "reduce-scatter": 2}
 
 
 def test_the_last_rank_to_issue_is_looked_for_in_the_collectives_own_group():
-    issued = []
-    for own in TABLES["issued"]["ranks"]:
-        issued.append([(tuple(ranks), start) for ranks, start, _ in own])
-    for rank, own in enumerate(TABLES["issued"]["ranks"]):
-        assert step_time.last_issues(issued, rank) == [last for *_, last in own]
+    everyone, pair = (0, 1, 2), (0, 1)
+    issued = [  # of each rank: (the ranks of the collective, when this rank issued it)
+        [(everyone, 1.0), (pair, 2.0), ((0,), 3.0), (everyone, 4.0)],
+        [(everyone, 1.5), (pair, 9.0), (everyone, 3.5)],
+        [(everyone, 0.5), (everyone, 8.0)],
+    ]
+    assert step_time.last_issues(issued, 0) == [1.5, 9.0, 3.0, 8.0]
+    assert step_time.last_issues(issued, 1) == [1.5, 9.0, 8.0]
+    assert step_time.last_issues(issued, 2) == [1.5, 8.0]
+
+
+def step(seconds: float, compute: float, waiting: float = 0.0) -> dict:
+    """A step of `seconds`, as `divide` returns it."""
+    nothing = {"optimizer": 0.0, "host": 0.0, "exposed": {}, "overlapped": {}, "told_late": []}
+    return nothing | {"step": seconds, "compute": compute, "waiting": waiting}
 
 
 def test_who_is_the_slowest_and_where():
-    slow, fast = ([TABLES["nothing"] | step for step in steps] for steps in TABLES["two_ranks"])
+    slow = [step(0.3, 0.3), step(0.3, 0.2, waiting=0.1), step(0.5, 0.5)]
+    fast = [step(0.3, 0.1, waiting=0.2), step(0.3, 0.25, waiting=0.05), step(0.5, 0.1, waiting=0.4)]
     found = step_time.summary([fast, slow, fast])
     assert [rank["step_ms"] for rank in found["ranks"]] == pytest.approx([1100 / 3] * 3, abs=0.001)
     assert (found["slowest_rank"], found["slowest_in_steps"]) == (1, [1, 3])
@@ -153,7 +213,14 @@ def test_who_is_the_slowest_and_where():
 
 @pytest.mark.parametrize("mfu, said", ((0.4567, "45.7"), (None, "-")))  # None: a GPU that is not in the list
 def test_on_a_gpu_the_first_table_says_mfu_and_what_is_reserved(mfu, said):
-    run = TABLES["run"] | {"step_ms": None}
+    run = {
+        "losses": [2.0],
+        "difference": 0,
+        "peak_bytes": 1,
+        "sent_bytes": 1,
+        "held_bytes": {"parameters": 1, "gradients": 1, "optimizer": 1},
+        "step_ms": None,
+    }
     result = {"runs": {"zero1": run}, "device": "cpu", "timed_steps": 0, "dtype": "fp32"}
     text = step_report.results(result, "zero1")
     assert "MFU" not in text and "zero1: the chapters themselves" in text
@@ -222,10 +289,12 @@ def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
         assert max(parts["peak_bytes"], recomputed["peak_bytes"]) < plain["peak_bytes"], engine
 
 
-@pytest.mark.parametrize("given, settled", TABLES["batches"].items())
-def test_a_batch_is_micro_batches_times_their_number(given, settled):
-    options = referee.arguments(given.split())
-    assert [options.batch, options.accumulate] == settled
+@pytest.mark.parametrize(
+    "typed, batch, accumulate", [("", 4, 1), ("--accumulate 2", 4, 2), ("--batch 6 --accumulate 3", 6, 3)]
+)
+def test_a_batch_is_micro_batches_times_their_number(typed, batch, accumulate):
+    options = referee.arguments(typed.split())
+    assert (options.batch, options.accumulate) == (batch, accumulate)
 
 
 def test_out_of_memory_says_where_and_what_for(ranks):
