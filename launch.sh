@@ -7,7 +7,6 @@ usage() {
     cat <<'TEXT'
 Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
-./launch.sh changes [zero1 zero2]       what changes from a chapter's class to the next one's
 ./launch.sh articles [options]          the articles' claims, each run or added up here
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
 ./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks, or a task
@@ -43,7 +42,7 @@ fail() {
 command=${1-compare}
 [ $# -gt 0 ] && shift
 module= own=() ranked=yes html= # what Python is given before the options, and whether by torchrun
-commands=(zero1 zero2 zero3 changes articles notebooks exercise check bug compare train memory bench conform report docs
+commands=(zero1 zero2 zero3 articles notebooks exercise check bug compare train memory bench conform report docs
     test help watch plan)
 case "$command" in
 help | -h | --help) usage && exit 0 ;;
@@ -67,7 +66,7 @@ conform) module=tests.conformance.command ranked= ;;
 sweeps) fail "sweeps is an option now: ./launch.sh bench --sweeps" ;;
 ratios) fail "ratios is an option now: ./launch.sh bench --ratios FILE..." ;;
 figures) fail "figures are drawn by ./launch.sh docs, one of them by docs --figure NAME" ;;
-articles | changes | docs | exercise | check) module=zerolab.teach.$command ranked= ;;
+articles | docs | exercise | check) module=zerolab.teach.$command ranked= ;;
 notebooks)
     module=jupyterlab own=("--notebook-dir=$here/notebooks") ranked=
     if [ "${1:-}" = --html ]; then

@@ -202,7 +202,7 @@ def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, star
 
 
 def test_a_command_without_ranks_is_one_process():
-    for command in ("memory", "plan", "bug", "report", "articles", "changes", "docs", "exercise", "check"):
+    for command in ("memory", "plan", "bug", "report", "articles", "docs", "exercise", "check"):
         _, ((asked, words),) = starts(command, "one", "--two")
         assert asked == "" and words[0] == START
         assert importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
