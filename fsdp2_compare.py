@@ -22,7 +22,6 @@ import argparse
 import functools
 import gc
 import os
-import re
 import statistics
 import sys
 import time
@@ -38,8 +37,7 @@ from zerolab.measure.ledger import let_go
 from zerolab.measure.memory_parts import HELD, PartsLedger
 from zerolab.measure.out_of_memory import explained
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
-from zerolab.run import engine_file, micro_batches, process_group
-from zerolab.run import options as common
+from zerolab.run import commands, engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.endings import SAID
 from zerolab.run.engines import DTYPES, ENGINES, build
@@ -64,30 +62,12 @@ COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  #
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.Parser("compare [N]", description=__doc__.splitlines()[0], epilog=f"Engines: {', '.join(COMPARED)}")
-    common.add(parser, "preset", "engines", "engine-file", "steps", "timed-steps", "dtype", "seq", steps=40)
-    common.add(parser, *micro_batches.OPTIONS, "checkpoint-activations", "data", "lr", "seed", "slow-rank")
-    common.add(parser, "backend", "device", "json", "anyway")
-    options = parser.parse_args(argv)
-    common.settle(options)
-    micro_batches.settle(options, 4)
-    if options.slow_rank and not options.timed_steps:
-        raise ValueError("--slow-rank delays timed steps, and --timed-steps 0 leaves none: leave out one of them")
-    options.slow_rank = _slow_rank(options.slow_rank, process_group.planned_world_size(options.backend, options.device))
+    options = commands.compare(argv)
+    world_size = process_group.planned_world_size(options.backend, options.device)
+    if options.slow_rank and world_size is not None and options.slow_rank[0] >= world_size:
+        raise ValueError(f"--slow-rank {options.slow_rank[0]}: the ranks are 0 to {world_size - 1}")
     options.engines = engine_file.chosen(options, "compare", COMPARED)
     return options
-
-
-def _slow_rank(given: str | None, world_size: int | None) -> tuple[int, float] | None:
-    """(rank, seconds) from "1:0.05"."""
-    if given is None:
-        return None
-    found = re.fullmatch(r"(\d+):(\d*\.?\d+)", given)
-    if found is None or float(found[2]) > 60:
-        raise ValueError(f"--slow-rank must be a rank and 0 to 60 seconds, as 1:0.05, got {given!r}")
-    if world_size is not None and int(found[1]) >= world_size:
-        raise ValueError(f"--slow-rank {given}, but the ranks are 0 to {world_size - 1}")
-    return int(found[1]), float(found[2])
 
 
 WATCHED = 3  # steps of each engine that the ledgers see: in the third all states exist
@@ -280,7 +260,7 @@ def conditions(options: argparse.Namespace, me: Rank) -> dict:
         "world_size": me.world_size,
         "parameters": number_of_parameters(preset(options.preset)),
         "tf32": process_group.tf32() if me.device.type == "cuda" else None,
-        **common.about(me.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
+        **json_file.about(me.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
     } | {name: getattr(options, name) for name in CONDITIONS}
 
 
@@ -318,15 +298,15 @@ def main() -> None:
     runs = first_pass(referee)
     reference, match = referee.compare(runs)
     result = about | {"runs": runs, "match": match}
-    file = common.file_of_results(options.json, "compare") if me.rank == 0 else None
-    common.write_json(file, result, whole=False)  # for whoever has no time for the second pass
+    file = options.json or json_file.default_name("compare") if me.rank == 0 else None
+    json_file.write(file, result, whole=False)  # for whoever has no time for the second pass
     if options.timed_steps:
         referee.time(runs)
     said = step_report.results(result, reference)
     said += "\n" + verdict(runs, reference, me.world_size, options.dtype)
     me.print("\n" + tables.wrapped(said))
     process_group.stop()
-    common.write_json(file, result)
+    json_file.write(file, result)
     if not match:
         sys.exit(SAID)
 

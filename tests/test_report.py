@@ -16,7 +16,7 @@ import pytest
 import fsdp2_compare
 from zerolab.engine import accelerator
 from zerolab.measure import bench, enough_memory, memory, one_gpu, report, walkthrough
-from zerolab.run import options, process_group, ranks
+from zerolab.run import json_file, process_group, ranks
 from zerolab.run.engines import CHAPTERS
 
 REFEREE = Path(__file__).parent.parent / "results" / "referee-cpu-2ranks-3.json"
@@ -124,11 +124,11 @@ def test_stopping_it_loses_one_command(tmp_path, by, status):
 
 def test_results_that_cannot_be_written_leave_the_ones_before(tmp_path):
     file = tmp_path / "results.json"
-    options.write_json(file, {"first": 1})
+    json_file.write(file, {"first": 1})
     with pytest.raises(TypeError):
-        options.write_json(file, {"second": object()})
+        json_file.write(file, {"second": object()})
     assert json.loads(file.read_text()) == {"first": 1} and [*tmp_path.iterdir()] == [file]
-    options.write_json("/dev/null", {"third": 3})
+    json_file.write("/dev/null", {"third": 3})
     assert Path("/dev/null").is_char_device()
 
 
@@ -185,7 +185,7 @@ def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monke
     expected = memory.measure_all(asked)["engines"]
     rows = {"ddp": {"out_of_memory": "torch's words"}, "zero3": dict(expected["zero3"])}
     monkeypatch.setattr(memory, "row_of", lambda name, _: rows[name])
-    monkeypatch.setattr(memory.common, "about", lambda *_: {})
+    monkeypatch.setattr(memory.json_file, "about", lambda *_: {})
     asked.device = "cuda"
     results = memory.measure_all(asked)
     predicted = {name: row["dry_run_peak_bytes"] for name, row in results["engines"].items()}

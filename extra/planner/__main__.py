@@ -8,9 +8,8 @@ from extra.planner.hardware import Cluster
 from extra.planner.plan_options import arguments, cluster_of, different, setup_of
 from extra.planner.predict import Prediction, predict
 from zerolab.measure import tables
-from zerolab.run import process_group
+from zerolab.run import json_file, process_group
 from zerolab.run.command_line import one_line
-from zerolab.run.options import command, write_json
 from zerolab.run.progress import told
 
 
@@ -68,7 +67,7 @@ def main() -> None:
     else:
         results = plan(options)
     if options.json:
-        write_json(options.json, results | {"command": command("plan")})
+        json_file.write(options.json, results | {"command": json_file.command("plan")})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from extra.planner.hardware import GPUS, NETWORKS, Cluster
 from extra.planner.one_rank import ENGINES, RECOMPUTED, Setup
-from zerolab.run import process_group
 from zerolab.run.command_line import Parser
+from zerolab.run.commands import check_writable
 from zerolab.run.engines import ENGINES as REGISTRY
 from zerolab.run.model import PRESETS, GPTConfig, preset
 
@@ -104,7 +104,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                 "would be zero3: use --engines zero3, or more ranks than a node has"
             )
     GPUS[options.gpu].flops(options.dtype)
-    process_group.check_writable("--json", options.json)
+    check_writable("--json", options.json)
     options.config = _config(options)
     return options
 

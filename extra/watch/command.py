@@ -17,9 +17,8 @@ from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
 from zerolab.engine import accelerator
 from zerolab.measure.enough_memory import refuse_too_large
-from zerolab.run import engine_file, process_group, ranks
-from zerolab.run import options as common
-from zerolab.run.command_line import did_you_mean, one_line
+from zerolab.run import commands, engine_file, json_file, process_group, ranks
+from zerolab.run.command_line import Parser, did_you_mean, one_line
 from zerolab.run.engines import ENGINES
 from zerolab.run.model import preset
 from zerolab.teach.museum.exhibits import exhibit_of
@@ -29,16 +28,18 @@ MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = common.Parser("watch [ENGINE] [N]", description=__doc__, formatter_class=form)
+    parser = Parser("watch [ENGINE] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engine", nargs="?", help=f"the engine to open with: {', '.join(TITLES)} (default zero3)")
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
     parser.add_argument("--engines", metavar="NAME,NAME", help="record only these, for example zero3,ddp")
-    common.add(parser, "engine-file")
+    commands.add_engine_file(parser)
     parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
-    common.add(parser, "preset", "backend", "device", "json", "anyway")
+    commands.add_preset(parser)
+    commands.add_hardware(parser)
+    commands.add_json(parser)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
-    common.add(parser, "bucket-mb", bucket_mb=None)
+    parser.add_argument("--bucket-mb", type=commands.non_negative_float, help="MiB of a bucket (default: the engine's)")
     parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
     parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
     parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
@@ -111,7 +112,7 @@ def settle_files(options: argparse.Namespace) -> None:
     if options.out is None and not (options.source and options.gif):
         options.out = f"watch-{options.opens}.html"
     for name in ("out", "json", "gif"):
-        process_group.check_writable(f"--{name}", getattr(options, name))
+        commands.check_writable(f"--{name}", getattr(options, name))
     if options.gif is not None:
         if not options.gif.lower().endswith(".gif"):
             raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")
@@ -178,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" (about a minute; --engines {options.opens} records one)" if several > 2 else ""
         print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
         recordings = record_all(options, argv)
-    common.write_json(options.json, recordings, indent=None)
+    json_file.write(options.json, recordings, indent=None)
     if options.out:
         text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
         done = "replaced" if Path(options.out).exists() else "written"

@@ -26,8 +26,7 @@ from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.ratios import lines_of_ratios
 from zerolab.measure.sweeps import SWEEPS, prepared, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
-from zerolab.run import engine_file, engines, process_group
-from zerolab.run import options as common
+from zerolab.run import commands, engine_file, engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import Rank
@@ -35,8 +34,6 @@ from zerolab.run.progress import told
 
 ENGINES = engines.named("bench")
 ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
-SHAPE = ("layers", "width", "heads", "vocab")
-SWEPT = ("rounds", "batch", "seq", "backend", "device", "json", "anyway")  # what else --sweeps takes
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds
@@ -47,17 +44,7 @@ peak MB      the most that was alive at once in a step, in 10^6 bytes
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = common.Parser("bench [N]", description=__doc__.splitlines()[0], epilog=f"Engines: {', '.join(ENGINES)}")
-    common.add(parser, "preset", *SHAPE, "engines", "engine-file", "rounds", "batch", "seq", batch=4)
-    common.add(parser, "backend", "device", "json", "anyway")
-    instead = parser.add_mutually_exclusive_group()
-    common.add(instead, "sweeps", "host", "ratios")
-    options = parser.parse_args(argv)
-    parser.beside("--ratios")
-    parser.beside("--host", "--rounds", "--json")
-    parser.beside("--sweeps", "--preset", *(f"--{name}" for name in (*SHAPE, *SWEPT)))
-    common.settle(options)
-    options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    options = commands.bench(argv)
     options.config = replace(preset(options.preset), **options.shape)
     if options.host:
         engines.chosen(options.host, "bench", ON_HOST)
@@ -217,14 +204,14 @@ def on_ranks(options: argparse.Namespace) -> None:
         "seq": options.seq,
         "sweeps": found,
     }
-    results |= common.about(me.device, "bench", me.world_size)
+    results |= json_file.about(me.device, "bench", me.world_size)
     file = options.json if me.rank == 0 else None
     for title, variants in variants_of(options).items():
         found[title] = measure_together(variants, batch, options, me)
         me.print(table_of_steps(title, found[title]) + "\n")
-        common.write_json(file, results, whole=False)
+        json_file.write(file, results, whole=False)
     process_group.stop()
-    common.write_json(file, results)
+    json_file.write(file, results)
 
 
 def main(argv=None) -> None:
@@ -237,7 +224,7 @@ def main(argv=None) -> None:
         rows = host_times_alone(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
         print(table_of_steps("engine", rows))
-        common.write_json(options.json, common.about(torch.device("cpu"), "bench") | {"host": rows})
+        json_file.write(options.json, json_file.about(torch.device("cpu"), "bench") | {"host": rows})
     else:
         on_ranks(options)
 

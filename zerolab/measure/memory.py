@@ -21,9 +21,8 @@ from zerolab.measure import tables
 from zerolab.measure.dry_run import row_of
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.memory_tables import all_tables
+from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run import engines as registry
-from zerolab.run import micro_batches, process_group
-from zerolab.run import options as common
 from zerolab.run.model import number_of_parameters, preset
 from zerolab.run.progress import told
 from zerolab.run.starter import end_with_starter
@@ -32,20 +31,7 @@ CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpo
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    engines = f"Engines: {', '.join(registry.named('memory'))}"
-    parser = common.Parser("memory [N]", description=__doc__.splitlines()[0], epilog=engines)
-    parser.add_argument("ranks", metavar="N", nargs="?", type=int, help="ranks, 1 to 1,000,000 (default 8)")
-    common.add(parser, "up-to", "preset", "engines", "dtype", "seq", *micro_batches.OPTIONS, preset="7b")
-    common.add(parser, "checkpoint-activations", "json")
-    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
-    options = parser.parse_args(argv)
-    common.settle(options)
-    micro_batches.settle(options, 1)
-    if options.up_to and options.ranks:
-        raise ValueError(f"--up-to {options.up_to} has ranks of its own: leave out the {options.ranks} before it")
-    options.ranks = 8 if options.ranks is None else options.ranks
-    if not 1 <= options.ranks <= 10**6:
-        raise ValueError(f"N must be 1 to 1,000,000 ranks, got {options.ranks}")
+    options = commands.memory(argv)
     there = accelerator.kind() if accelerator.count() else "cuda"
     if options.device not in ("fake", there):
         raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
@@ -67,7 +53,7 @@ def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     results = {"parameters": number_of_parameters(preset(options.preset))}
     results |= {name: getattr(options, name) for name in CONDITIONS}
     device = torch.device("cpu" if options.device == "fake" else options.device)
-    results |= common.about(device, "memory") | {"engines": engines}
+    results |= json_file.about(device, "memory") | {"engines": engines}
     with fake_ranks(options.ranks), predicted_peaks(options) as predicted:
         for name in told(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = row_of(name, options)
@@ -132,9 +118,9 @@ def main() -> None:
     if options.up_to:
         results = measure_up_to(options)
     else:
-        results = measure_all(options, partial(common.write_json, options.json, indent=None, whole=False))
+        results = measure_all(options, partial(json_file.write, options.json, indent=None, whole=False))
         say("\n" + all_tables(results))
-    common.write_json(options.json, results, indent=None)
+    json_file.write(options.json, results, indent=None)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from zerolab.engine import accelerator
 from zerolab.measure import bench, memory, tables
-from zerolab.run import engines, process_group
-from zerolab.run import options as common
+from zerolab.run import engines, json_file, process_group
 
 RANKS = 8  # as in the articles' table
 COMMAND = " ".join(["python -m zerolab.measure.one_gpu", *sys.argv[1:]])
@@ -59,10 +58,10 @@ def measure_memory(options: argparse.Namespace) -> None:
     for preset in options.presets:
         file = options.folder / f"memory-{preset}.json"
         asked = of_memory(preset, options.seq, "--device", accelerator.kind())
-        keep = partial(common.write_json, file, indent=None, whole=False)
+        keep = partial(json_file.write, file, indent=None, whole=False)
         results = memory.measure_all(asked, keep) | {"command": COMMAND}
         print(memory_table(results) + "\n", flush=True)
-        common.write_json(file, results, indent=None)
+        json_file.write(file, results, indent=None)
 
 
 def measure_host(options: argparse.Namespace) -> None:
@@ -74,8 +73,8 @@ def measure_host(options: argparse.Namespace) -> None:
     me.print(bench.table_of_steps("engine", rows))
     process_group.stop()
     if me.rank == 0:
-        about = common.about(me.device) | {"command": COMMAND, "backend": me.backend, "ranks": me.world_size}
-        common.write_json(options.folder / "host.json", about | {"host": rows})
+        about = json_file.about(me.device) | {"command": COMMAND, "backend": me.backend, "ranks": me.world_size}
+        json_file.write(options.folder / "host.json", about | {"host": rows})
 
 
 def main() -> None:

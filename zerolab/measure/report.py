@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,7 +28,8 @@ from zerolab.engine import accelerator
 from zerolab.measure import tables
 from zerolab.run import ranks
 from zerolab.run.command_line import Parser, one_line
-from zerolab.run.options import number, write_whole
+from zerolab.run.commands import non_negative_float
+from zerolab.run.json_file import write_whole
 
 ENDING = 5  # seconds kept for ending the last command
 TITLES = ["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None, began: float | None = None) -> int:
     parser = Parser("report [FOLDER]", description=__doc__.splitlines()[0])
     folder = time.strftime("report-%Y%m%d-%H%M%S")
     parser.add_argument("folder", nargs="?", default=folder, help="a new folder (default: report-DATE-TIME)")
-    parser.add_argument("--minutes", type=partial(number, float, 0), default=10, help="for all (default 10)")
+    parser.add_argument("--minutes", type=non_negative_float, default=10, help="for all (default 10)")
     options = parser.parse_args(argv)
     folder = Path(options.folder).resolve()
     if folder.is_dir() and any(folder.iterdir()):

@@ -5,7 +5,6 @@ Everything printed is observed from outside, by the memory and traffic ledgers. 
 
 import argparse
 import contextlib
-import inspect
 import sys
 import time
 from dataclasses import replace
@@ -22,8 +21,7 @@ from zerolab.measure.out_of_memory import explained
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.told_step import BucketStory, UnitStory, held_in_words
 from zerolab.measure.watched_step import watched_step
-from zerolab.run import micro_batches, process_group
-from zerolab.run import options as common
+from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
@@ -35,22 +33,11 @@ WATCHED_STEPS = 3  # after the told one, for the line that says where the time g
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options; the first word of `argv` is the chapter."""
-    chapter, *typed = sys.argv[1:] if argv is None else argv
+    chapter, *words = sys.argv[1:] if argv is None else argv
     if chapter not in CHAPTERS:
         raise ValueError(f"the first word must be one of {', '.join(CHAPTERS)}, got {chapter!r}")
-    own = inspect.signature(CHAPTERS[chapter]).parameters  # bucket_mb in ZeRO-1 and -2, prefetch in ZeRO-3
-    parser = common.Parser(f"{chapter} [N]", description=headline(chapter))
-    common.add(parser, "preset", "steps", *micro_batches.OPTIONS, steps=5)
-    common.add(parser, "bucket-mb" if "bucket_mb" in own else "prefetch")
-    common.add(parser, "checkpoint-activations", "data", "lr", "seed", "map", "trace", "backend", "device", "anyway")
-    options = parser.parse_args(typed)
-    options.chapter = chapter
+    options = commands.chapter(chapter, words)
     options.engines = [chapter]  # whose memory is checked before any rank starts
-    if options.steps < 2:  # the first makes the optimizer's state, the last is told
-        raise ValueError(f"--steps must be 2 or more, got {options.steps}")
-    common.settle(options)
-    micro_batches.settle(options, 4)
-    process_group.check_writable("--trace", options.trace)
     return options
 
 
@@ -150,11 +137,11 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
-        **common.about(me.device),
+        **json_file.about(me.device),
         "command": " ".join(["./launch.sh", options.chapter, str(me.world_size), *sys.argv[2:]]),
         "step_begins_ms": round(begins * 1e3, 4),
     }
-    common.write_json(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
+    json_file.write(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
     print("open it in chrome://tracing or ui.perfetto.dev")
 
 

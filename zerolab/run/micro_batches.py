@@ -9,15 +9,6 @@ import argparse
 import torch
 from torch.profiler import record_function
 
-OPTIONS = ("batch", "accumulate")
-
-
-def settle(options: argparse.Namespace, batch: int) -> None:
-    """Fill in the first of OPTIONS if it was not given: `batch`. Raises ValueError if its parts are not equal."""
-    options.batch = options.batch or batch
-    if options.batch % options.accumulate:
-        raise ValueError(f"--batch must be a multiple of --accumulate {options.accumulate}, but it is {options.batch}")
-
 
 def words(options: argparse.Namespace) -> str:
     """ ", in K micro-batches" for a headline, or "" where there is one."""

@@ -198,22 +198,6 @@ def wait_for_rank_0(me: Rank) -> None:
         time.sleep(0.05)
 
 
-def check_writable(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before the work that it is for. Raises ValueError.
-
-    It is opened, as permissions do not tell all, and left as it was. One process asks, and not every rank.
-    """
-    if path is None or "RANK" in os.environ:
-        return
-    new = not os.path.exists(path)
-    try:
-        open(path, "a").close()
-    except OSError as error:
-        raise ValueError(f"cannot write {option} {path!r}: {error.strerror}") from error
-    if new:
-        os.remove(path)
-
-
 def stop() -> None:
     """Leave together: a rank that leaves first can make the others abort."""
     dist.barrier()

@@ -10,15 +10,13 @@ import math
 import os
 import signal
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zerolab.engine import checkpoint
 from zerolab.engine.together import on_all_ranks
-from zerolab.run import engines, journal, process_group
-from zerolab.run import options as common
+from zerolab.run import commands, engines, journal, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, next_token_loss, preset
 
@@ -30,13 +28,7 @@ LEAVING = 5.0  # seconds for a run that is about to leave, when another one is t
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = common.Parser("train STAGE [N]", description="A training run that comes back: the same line goes on.")
-    parser.add_argument("stage", choices=engines.STAGES)
-    common.add(parser, "folder", "preset", "steps", "global-batch", "dtype", "lr", "save-every", steps=200)
-    common.add(parser, "data", "seed", "backend", "device", "anyway")
-    options = parser.parse_args(argv)
-    common.settle(options)
-    options.folder = Path(options.folder or f"runs/{options.stage}-{options.preset}")
+    options = commands.train(argv)
     ranks = process_group.planned_world_size(options.backend, options.device) or 1
     if options.global_batch < ranks:
         raise ValueError(f"--global-batch {options.global_batch}: {ranks} rank(s) need {ranks} or more sequences")

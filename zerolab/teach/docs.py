@@ -24,8 +24,8 @@ from zerolab.measure import step_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.ratios import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
-from zerolab.run import options as common
-from zerolab.run.command_line import Parser, one_line
+from zerolab.run import commands
+from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach import articles, written
 from zerolab.teach.articles.__main__ import counts, markdown
@@ -257,13 +257,7 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
-    parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
-    instead = parser.add_mutually_exclusive_group()
-    common.add(instead, "check", "figure")
-    common.add(parser, "from", "out", out=FIGURES)
-    options = parser.parse_args(argv)
-    parser.beside("--check")
-    parser.needs("--from", "--figure")
+    options = commands.docs(argv)
     for file in options.source or ():
         os.stat(file)  # an error that names it, if there is none
     if options.figure is None:
@@ -273,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     from zerolab.measure import figures  # matplotlib is needed here alone
 
     for name in figures.FIGURES if options.figure is None else [options.figure]:
-        print(f"written: {figures.draw(name, options.out, options.source)}", flush=True)
+        print(f"written: {figures.draw(name, options.out or FIGURES, options.source)}", flush=True)
     return 0
 
 

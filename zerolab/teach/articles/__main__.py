@@ -14,9 +14,8 @@ from html import escape
 from operator import itemgetter
 
 from zerolab.measure import tables
-from zerolab.run import options as common
-from zerolab.run.command_line import Parser, one_line
-from zerolab.run.process_group import check_writable
+from zerolab.run import commands, json_file
+from zerolab.run.command_line import one_line
 from zerolab.teach import written
 from zerolab.teach.articles import CLAIMS, Claim
 
@@ -26,17 +25,11 @@ IN_WORDS = written.beside(__file__, "claims")["in_words"]
 
 def arguments(claims: list[Claim], argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options, `claims` among them. Raises ValueError for what cannot work."""
-    parser = Parser("articles", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="only claims with a TEXT in the claim or its article"
-    )
-    common.add(parser, "markdown", "json")
-    options = parser.parse_args(argv)
+    options = commands.articles(argv)
     wanted = [text.lower() for text in options.only]
     options.claims = [one for one in claims if any(text in f"{one.article} {one.claim}".lower() for text in wanted)]
     if not options.claims:
         raise ValueError(f"--only {' '.join(options.only)!r} matches none of the {len(claims)} claims")
-    check_writable("--json", options.json)
     return options
 
 
@@ -94,7 +87,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     print((markdown if options.markdown else text)(rows), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
     with one_line(ValueError):
-        common.write_json(options.json, rows)
+        json_file.write(options.json, rows)
     return int(any(one["verdict"] == "error" for one in rows))
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from zerolab.measure import tables
-from zerolab.run import process_group, ranks
+from zerolab.run import ranks
 from zerolab.run.command_line import Parser, one_line
+from zerolab.run.commands import check_writable
 from zerolab.run.ranks import ROOT
 from zerolab.teach.check.steps import diverged
 from zerolab.teach.exercise import FOLDER, edited, lines_of_blanks
@@ -225,7 +226,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"there is no {_shown(options.file)}{how}")
     if options.file.suffix != ".py":
         raise ValueError(f"--file must be a Python file, FILE.py, got {_shown(options.file)}")
-    process_group.check_writable("--json", options.json)
+    check_writable("--json", options.json)
     return options
 
 
