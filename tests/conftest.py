@@ -83,6 +83,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: left to CI (tests/long.txt, --long, or -m long)")
     config.addinivalue_line("markers", "thorough: further sizes and options of what other tests hold (--thorough)")
+    for line in (  # of tests/conformance, whose modules other tests import, too
+        "ranks(*numbers, long=()): how many ranks run a test; `long` numbers only with -m long. Default: two",
+        "stages(*names): asked of engines that promise to be like one of these stages. Default: of every engine",
+        "chapters(*names): the chapters are asked, too. Default: all three",
+    ):
+        config.addinivalue_line("markers", line)
     config.option.loadscopereorder = False  # xdist would begin with the group of most tests
     if not config.option.markexpr:
         left_out = {"long": config.option.long, "thorough": config.option.thorough}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from pool import CaseFailed
+from helpers import RankFailed, run_on_ranks
 
 from zerolab.teach.museum import visit as museum
 from zerolab.teach.museum.exhibits import EXHIBITS, LABELS
@@ -42,9 +42,9 @@ def visits(number):
 
 
 @pytest.mark.parametrize("number", long([each for each in ALL if each not in HANGING], but=QUICK))
-def test_the_symptom_is_what_differs_from_the_correct_stage(ranks, number):
+def test_the_symptom_is_what_differs_from_the_correct_stage(number):
     """Exactly the named lines of the report differ."""
-    correct, wrong = zip(*ranks(2).run(visits, number=number))
+    correct, wrong = zip(*run_on_ranks(2, visits, number=number))
     assert all(each["counted"] for each in correct), correct
     assert museum.differences(correct, wrong) == EXHIBITS[number].differs, museum.report(correct, wrong)
     if wrong[0]["losses"]:
@@ -71,21 +71,14 @@ def test_an_exhibit_that_hangs_ends_by_itself(number):
 
 
 def place_of(number):
-    """(module, function) of the named test. None if no test exists yet, or if the suite is not there."""
+    """(module, function) of the named test."""
     path, _, name = EXHIBITS[number].caught_by.partition("::")
-    if not name or not (ROOT / "tests/conformance").exists():
-        return None
     return path.removeprefix("tests/").removesuffix(".py").replace("/", "."), name
 
 
 @pytest.mark.parametrize("number", ALL)
 def test_the_test_that_it_names_exists(number):
-    caught_by = EXHIBITS[number].caught_by
-    if caught_by.startswith("no test yet: "):
-        return
-    path, name = caught_by.split("::")
-    if not (ROOT / "tests/conformance").exists():
-        pytest.skip("the conformance suite is not here yet")
+    path, name = EXHIBITS[number].caught_by.split("::")
     assert f"\ndef {name}(" in (ROOT / path).read_text()
 
 
@@ -118,17 +111,17 @@ def cases(test):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [number for number in ALL if place_of(number)])
-def test_the_test_that_it_names_fails_with_it(ranks, number):
+@pytest.mark.parametrize("number", ALL)
+def test_the_test_that_it_names_fails_with_it(number):
     """One of the test's cases, which passes with the correct stage."""
     module, name = place_of(number)
     size, arguments = cases(getattr(importlib.import_module(module), name))
     for each in arguments:
         try:
-            ranks(size).run(ask, number=number, build="build", module=module, name=name, arguments=each)
-        except CaseFailed as failed:
+            run_on_ranks(size, ask, number=number, build="build", module=module, name=name, arguments=each)
+        except RankFailed as failed:
             assert not re.search(r"^(AttributeError|NameError|ImportError|TypeError)", str(failed), re.MULTILINE)
-            ranks(size).run(ask, number=number, build="correct", module=module, name=name, arguments=each)
+            run_on_ranks(size, ask, number=number, build="correct", module=module, name=name, arguments=each)
             return
     pytest.fail(f"{EXHIBITS[number].caught_by} passes")
 

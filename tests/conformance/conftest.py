@@ -12,12 +12,6 @@ from conformance.subjects import CHAPTERS, STAGES, subject
 
 def pytest_configure(config):
     helpers.PRELOADED.append("conformance.preloaded")
-    for line in (
-        "ranks(*numbers, long=()): how many ranks run a test; `long` numbers only with -m long. Default: two",
-        "stages(*names): asked of engines that promise to be like one of these stages. Default: of every engine",
-        "chapters(*names): the chapters are asked, too. Default: all three",
-    ):
-        config.addinivalue_line("markers", line)
     if config.getoption("patience"):
         helpers.TIMEOUT = config.getoption("patience")
     if config.getoption("engine"):

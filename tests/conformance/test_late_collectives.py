@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, Frozen, Recomputed, Tied, seeded
+from helpers import Blocks, Frozen, Recomputed, Recorder, Tied, seeded
 
 import zero1
 import zero2
@@ -58,6 +58,8 @@ def late_collectives():
         yield pending
 
 
+zero2_reduce_scatter = zero2.reduce_scatter  # the real one, which `late_collectives` replaces
+
 MODELS = {make.__name__: make for make in (Blocks, Frozen, Recomputed, Tied)}
 
 
@@ -100,4 +102,23 @@ def test_a_unit_that_was_gathered_for_nothing_is_waited_for(engine):
             pair.backward(step)
             pair.step()
             assert not pending
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero2", "zero3")
+@pytest.mark.chapters
+def test_backward_computes_while_a_reduction_is_in_flight(engine):
+    """A reduction that is waited for right after it was started hides behind nothing."""
+    options = {"bucket_mb": 0} if engine.like == "zero2" else {}
+    pair = Pair(engine, seeded(Blocks), **options)
+    with late_collectives() as pending:
+
+        def in_flight():
+            return [each for each in pending if each.run.func is zero2_reduce_scatter]
+
+        with Recorder(probe=in_flight) as recorder:
+            pair.backward(0)
+        names = [name for name, _ in recorder.operations]
+        assert any(probed for name, probed in zip(names, recorder.probed) if name == "mm")
+        pair.step()
     pair.check_weights()

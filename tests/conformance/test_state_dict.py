@@ -1,6 +1,9 @@
 """Whole weights out of an engine and into one."""
 
+import shutil
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from helpers import MOMENTUM, Frozen, Tied, mse, own_batch, same, seeded
 from torch import nn
 
 from conformance.pair import Pair
+from zerolab.engine import checkpoint
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 OPTIONS = {"alone": {}, "mixed precision": {"param_dtype": torch.bfloat16}, "find_unused": {"find_unused": True}}
@@ -193,3 +197,43 @@ def test_loading_between_steps_trains_on_from_there(engine):
     pair.plain.load_state_dict(state)
     pair.trained.load_full_state_dict(state)
     pair.train(2)
+
+
+# Checkpoints. tests/test_checkpoint.py has the format, other stages and numbers of ranks, and everything that can fail.
+
+
+OPTIMIZERS = {"SGD, which keeps nothing": partial(torch.optim.SGD, lr=0.02), "AdamW": ADAMW}
+
+
+def save(trained, folder):
+    """An engine may have its own `save` and `load`; ours have those of zerolab.engine.checkpoint."""
+    if hasattr(trained, "save"):
+        trained.save(folder)
+    else:
+        checkpoint.save(trained, folder)
+
+
+def load(trained, folder):
+    if hasattr(trained, "load"):
+        trained.load(folder)
+    else:
+        checkpoint.load(trained, folder)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_continues_as_an_uninterrupted_one(engine, optimizer):
+    """Another engine, over a new model, loads after two of four steps. Weights and optimizer state come back."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    make_optimizer = OPTIMIZERS[optimizer]
+    pair = Pair(engine, seeded(Tied), make_optimizer)
+    pair.train(2)
+    save(pair.trained, folder)
+    model = seeded(Tied, seed=5)
+    pair.trained = engine(model, make_optimizer(model.parameters()))
+    load(pair.trained, folder)
+    pair.train(2, first=2)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)

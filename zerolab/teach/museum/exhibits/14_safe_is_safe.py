@@ -19,7 +19,7 @@ from zero2 import ZeRO2
 
 STAGE = "zero2"
 DIFFERS = {"reductions hidden behind computation"}
-CAUGHT_BY = "no test yet: each reduction is still in flight when backward computes the next bucket"
+CAUGHT_BY = "tests/conformance/test_late_collectives.py::test_backward_computes_while_a_reduction_is_in_flight"
 
 
 class WaitAtOnce(ZeRO2):

@@ -24,7 +24,7 @@ from zerolab.teach.museum.loop import sgd
 
 STAGE = "engines"
 DIFFERS = {"losses"}
-CAUGHT_BY = "no test yet: a resumed run continues as an uninterrupted one does"
+CAUGHT_BY = "tests/conformance/test_state_dict.py::test_a_resumed_run_continues_as_an_uninterrupted_one"
 RESUME_AT = 2
 make_optimizer = sgd  # it keeps nothing between steps, so the shards are all that there is to save
 
