@@ -301,7 +301,7 @@ def check_optimizer(model, optimizer, several_groups=False):
     in_optimizer = {param for param_group in optimizer.param_groups for param in param_group["params"]}
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not trained:
-        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        raise ValueError("no parameter requires a gradient: nothing to train. A frozen model needs no stage around it")
     left_out = [name for name, param in trained.items() if param not in in_optimizer]
     if left_out:
         raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
