@@ -140,9 +140,9 @@ if [ "$command" = test ] && [ "${1:-}" = --simulated-gpus ]; then
 fi
 if [ "$command" = test ]; then
     cd "$here" # tests are named by their place in the project
-    # All of them: two at a time, as many wait for their ranks or compute in one process (groups: tests/conftest.py).
-    if [[ "$*" =~ ^(--long|--thorough)?$ ]] && "$python" -c 'import xdist' 2>/dev/null; then
-        set -- "$@" -n 2 --dist loadgroup
+    # All of them: two at a time, because many wait for their ranks.
+    if [[ "$*" =~ ^(-m (long|thorough))?$ ]] && "$python" -c 'import xdist' 2>/dev/null; then
+        set -- "$@" -n 2 --dist loadfile
     fi
     echo "+ $(basename "$python") -m pytest $*"
     trap 'stopped=130' INT # pytest itself has 2 for it, as for other things

@@ -4,6 +4,7 @@ import copy
 import json
 
 import forked
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,6 +48,7 @@ def swept() -> dict[str, dict[str, dict]]:
     return {sweep: bench.measure_together(own, batch, options, me) for sweep, own in variants.items()}
 
 
+@pytest.mark.long
 def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(ranks):
     found = ranks(2).run(swept)[0]
 

@@ -1,7 +1,7 @@
 """What the three chapters promise, as a specification. Every rank has its own data in every test.
 
-The body of a test runs on `ranks` processes at the same time (`on_every_rank`). `-m "not long"` leaves out the tests
-with other numbers of ranks than two or three, and the long lists of optimizers.
+The body of a test runs on `ranks` processes at the same time (`on_every_rank`). Other numbers of ranks than two or
+three, and the long lists of optimizers, run with `-m thorough`.
 """
 
 import copy
@@ -53,14 +53,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # a step too many or too few shows in the decay
 
 
-def long(*values):
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+def thorough(*values):
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 stages = pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
 moving = pytest.mark.parametrize("stage", [ZeRO2, ZeRO3])  # whose gradients leave `param.grad` during backward
 two_ranks = pytest.mark.parametrize("ranks", [2])
-all_ranks = pytest.mark.parametrize("ranks", [2, *long(1, 3, 4)])
+all_ranks = pytest.mark.parametrize("ranks", [2, *thorough(1, 3, 4)])
 
 # Losses and weights.
 
@@ -279,7 +279,7 @@ OPTIMIZERS = {
 
 @two_ranks
 @stages
-@pytest.mark.parametrize("name", [*list(OPTIMIZERS)[:3], *long(*list(OPTIMIZERS)[3:])])
+@pytest.mark.parametrize("name", [*list(OPTIMIZERS)[:3], *thorough(*list(OPTIMIZERS)[3:])])
 @on_every_rank
 def test_optimizers_that_treat_each_element_by_itself(ranks, stage, name):
     """The optimizer that the user built updates the shards, with all of its options."""
@@ -367,7 +367,7 @@ def held_by(engine):
     return storage_bytes(tensors), storage_bytes(each.grad for each in tensors), storage_bytes(state)
 
 
-@pytest.mark.parametrize("ranks", [2, *long(1, 4)])
+@pytest.mark.parametrize("ranks", [2, *thorough(1, 4)])
 @stages
 @on_every_rank
 def test_held_bytes_are_the_accounting(ranks, stage):
@@ -394,7 +394,7 @@ def test_held_bytes_are_the_accounting(ranks, stage):
     same(after_zero_grad, kept, what="bytes of all tensors alive after zero_grad()")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *long(1, 4)])
+@pytest.mark.parametrize("ranks", [2, 3, *thorough(1, 4)])
 @stages
 @pytest.mark.parametrize("make", [Tied, Tiny])
 @on_every_rank
@@ -425,7 +425,7 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, *long(4)])
+@pytest.mark.parametrize("ranks", [2, *thorough(4)])
 @stages
 @on_every_rank
 def test_peak_is_the_accounting(ranks, stage):
@@ -490,7 +490,7 @@ def test_zero2_has_whole_gradients_of_two_buckets_at_most(ranks):
 
 @all_ranks
 @pytest.mark.parametrize("make", [Wide, Recomputed, Twice, Tied])
-@pytest.mark.parametrize("prefetch", [1, *long(0, 2)])
+@pytest.mark.parametrize("prefetch", [1, *thorough(0, 2)])
 @on_every_rank
 def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
     """Two units and the root at most have memory at any time, and nothing between the steps."""
@@ -527,7 +527,7 @@ def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
 # What a rank sends.
 
 
-@pytest.mark.parametrize("ranks", [2, *long(3)])
+@pytest.mark.parametrize("ranks", [2, *thorough(3)])
 @stages
 @pytest.mark.parametrize("backwards", [1, 2])
 @on_every_rank
@@ -566,7 +566,7 @@ def test_sent_is_the_accounting(ranks, stage, backwards):
         same(sent + root, factor * psi, what="elements sent")
 
 
-@pytest.mark.parametrize("ranks", [2, *long(3, 4)])
+@pytest.mark.parametrize("ranks", [2, *thorough(3, 4)])
 @pytest.mark.parametrize("make", [Wide, Recomputed])
 @on_every_rank
 def test_zero3_gathers_the_next_unit_before_the_present_one_computes(ranks, make):

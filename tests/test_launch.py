@@ -67,6 +67,7 @@ def test_the_referee_compares(tmp_path):
 SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
 
 
+@pytest.mark.long
 def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     """Nothing that lies there is imported in the project's place."""
     (tmp_path / "zerolab.py").write_text("raise SystemExit('not this one')")
@@ -82,6 +83,7 @@ def test_what_cannot_be_written_is_named_below_the_results():
     assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
 
 
+@pytest.mark.long
 def test_whoever_reads_no_more_hears_no_more():
     """As `head` does, which closes its end. The ranks end without a word."""
     line = [str(ROOT / "launch.sh"), "zero1", "2", "--preset", "toy", "--steps", "5000"]
@@ -95,6 +97,7 @@ def test_whoever_reads_no_more_hears_no_more():
         assert process.stderr.read() == ""
 
 
+@pytest.mark.long
 def test_the_referee_in_bfloat16(tmp_path):
     """What its tables say of it. That engines then train alike is among the properties."""
     file = tmp_path / "out.json"

@@ -77,6 +77,7 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     assert seen.peak == pytest.approx(state, rel=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", CHAPTERS)
 def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--batch", "3", "--accumulate", "3")
@@ -106,7 +107,7 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
         ("ddp", "tiny", []),
         thorough("ddp", "tiny", ["--dtype", "bf16"]),
         thorough("ddp", "tiny", ["--checkpoint-activations"]),
-        *((stage, "toy", []) for stage in CHAPTERS),
+        *(pytest.param(stage, "toy", [], marks=pytest.mark.long) for stage in CHAPTERS),
     ],
     ids=str,
 )
@@ -195,7 +196,7 @@ def free(monkeypatch):
 ASKED = {"engines": ["ddp", "zero3"], "batch": 4, "timed_steps": 0, "anyway": False}
 
 
-@pytest.mark.parametrize("name", ("toy", "tiny"))
+@pytest.mark.parametrize("name", ("toy", pytest.param("tiny", marks=pytest.mark.long)))
 def test_what_a_command_needs_is_what_the_dry_run_says(name, free):
     """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
     asked = argparse.Namespace(**ASKED, preset=name)

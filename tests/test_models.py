@@ -1,6 +1,6 @@
 """Models of transformers, in their smallest configurations, train as one process: every engine, and every chapter.
 
-Takes minutes, so it runs only with `--long` or by name. Skipped where transformers is not installed.
+Takes minutes, so it runs only with `-m long`. Skipped where transformers is not installed.
 """
 
 import copy

@@ -22,8 +22,8 @@ CHAPTERS = [ZeRO1, ZeRO2, ZeRO3]
 ENGINES = [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine]
 
 
-def long(*values):
-    return [pytest.param(*value, marks=pytest.mark.long) for value in values]
+def thorough(*values):
+    return [pytest.param(*value, marks=pytest.mark.thorough) for value in values]
 
 
 # (optimizer, its options). The first of each kind runs by default.
@@ -62,14 +62,14 @@ def trains_as_plain(stage, make_optimizer, model=Blocks, schedule=None, **option
 
 
 @pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize("kind, flags", OPTIMIZERS + long(*FURTHER))
+@pytest.mark.parametrize("kind, flags", OPTIMIZERS + thorough(*FURTHER))
 @pytest.mark.parametrize("stage", ENGINES)
 @on_every_rank
 def test_engines(ranks, stage, kind, flags):
     trains_as_plain(stage, partial(kind, lr=0.01, **flags))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind, flags", OPTIMIZERS + FURTHER)
 @pytest.mark.parametrize("stage", CHAPTERS)
@@ -78,7 +78,7 @@ def test_chapters(ranks, stage, kind, flags):
     trains_as_plain(stage, partial(kind, lr=0.01, **flags))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("kind, flags", OPTIMIZERS)
 @pytest.mark.parametrize("stage", ENGINES)
@@ -139,8 +139,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, *long([3], [4])])
-@pytest.mark.parametrize("kind", ["AdamW", *long(["SGD"], ["Adagrad"], ["fused"])])
+@pytest.mark.parametrize("ranks", [2, *thorough([3], [4])])
+@pytest.mark.parametrize("kind", ["AdamW", *thorough(["SGD"], ["Adagrad"], ["fused"])])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("stage", ENGINES)
 @on_every_rank
@@ -166,7 +166,12 @@ def cosine(optimizer):
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize(
     "before, after",
-    [(warm_up, None), (None, warm_up), (cosine, warm_up), *long((one_cycle, None), (None, one_cycle), (None, cosine))],
+    [
+        (warm_up, None),
+        (None, warm_up),
+        (cosine, warm_up),
+        *thorough((one_cycle, None), (None, one_cycle), (None, cosine)),
+    ],
 )
 @pytest.mark.parametrize("stage", CHAPTERS + ENGINES)
 @on_every_rank
@@ -182,7 +187,7 @@ def grouped_adamw(params):
 
 
 @pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize("flags", [{}, *long([{"fused": True}], [{"foreach": False}])])
+@pytest.mark.parametrize("flags", [{}, *thorough([{"fused": True}], [{"foreach": False}])])
 @pytest.mark.parametrize("schedule", [(None, None), (warm_up, None), (None, warm_up)])
 @pytest.mark.parametrize("stage", CHAPTERS + ENGINES)
 @on_every_rank

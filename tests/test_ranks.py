@@ -106,7 +106,9 @@ ranks.run(signal.pause)
 """
 
 
-@pytest.mark.parametrize("text", (STARTS_RANKS, STARTS_A_POOL), ids=("ranks", "pool"))
+@pytest.mark.parametrize(
+    "text", (STARTS_RANKS, pytest.param(STARTS_A_POOL, marks=pytest.mark.long)), ids=("ranks", "pool")
+)
 def test_they_end_with_the_process_that_has_started_them(tmp_path, quick_python, text):
     """Even though they are in sessions of their own, or forks of a server: after kill -9, which nobody hears."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")

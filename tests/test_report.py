@@ -200,6 +200,7 @@ def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monke
 CARD = 75e9  # bytes, of a card that is sold as 80 GB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", report.SIZES.memory)
 def test_what_is_allocated_on_one_gpu_fits_or_is_meant_not_to(preset):
     """By the dry run: what fits on no CPU, and could only be tried on the card."""
@@ -208,6 +209,7 @@ def test_what_is_allocated_on_one_gpu_fits_or_is_meant_not_to(preset):
     assert too_large == [pair for pair in report.SIZES.too_large if pair[0] == preset]
 
 
+@pytest.mark.long
 def test_what_the_referee_trains_on_one_gpu_fits(tmp_path):
     """All engines at once, because their steps are timed in turn; two ranks share the card."""
     lines = [shlex.split(command.line) for command in report.on_one_gpu(str(tmp_path), report.SIZES)]

@@ -1,6 +1,6 @@
 """What an engine must be, in plain pytest. `./launch.sh conform mine.py` asks it of an engine of your own.
 
-    @pytest.mark.ranks(2, 3)                      how many ranks; by default two. `long=(1, 4)`: these with -m long
+    @pytest.mark.ranks(2, 3)                      how many ranks; by default two. `thorough=`: these with -m thorough
     @pytest.mark.stages("zero2", "zero3")         asked of engines that promise to be like these; default: of all
     @pytest.mark.chapters                         the three chapters are asked, too; `chapters("zero3")`: these
     @pytest.mark.parametrize("bucket_mb", [0, 1])

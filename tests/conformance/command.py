@@ -26,7 +26,7 @@ def parse(argv=None):
     parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
     parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
     parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
-    parser.add_argument("--long", action="store_true", help="also what takes long")
+    parser.add_argument("--thorough", action="store_true", help="also further sizes, options and numbers of ranks")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes to this file")
     options = parser.parse_args(argv)
     options.ranks = 2
@@ -71,7 +71,7 @@ def main():
     for name in names:
         arguments += ["--engine", name]
     arguments += ["-k", options.only] if options.only else []
-    arguments += ["--long"] if options.long else []
+    arguments += ["-m", ""] if options.thorough else []
     arguments += ["--conform-json", str(Path(options.json).resolve())] if options.json else []
     sys.exit(pytest.main(arguments))
 

@@ -57,18 +57,16 @@ def numbers_of_ranks(test, wanted):
     """The numbers of the marker `ranks`, or the `wanted` one, if it is among them."""
     marker = test.get_closest_marker("ranks")
     usual = marker.args if marker else (2,)
-    more = marker.kwargs.get("long", ()) if marker else ()
+    more = marker.kwargs.get("thorough", ()) if marker else ()
     if wanted:
         return [wanted if wanted in (*usual, *more) else usual[0]]
-    return [*usual, *(pytest.param(number, marks=pytest.mark.long) for number in more)]
+    return [*usual, *(pytest.param(number, marks=pytest.mark.thorough) for number in more)]
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py chooses a worker of xdist
 def pytest_collection_modifyitems(items):
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()):
             item.user_properties.append(("engine", item.callspec.params["engine"]))
-            item.add_marker(pytest.mark.xdist_group(f"{item.callspec.params['ranks']} ranks"))
 
 
 @pytest.hookimpl(tryfirst=True)

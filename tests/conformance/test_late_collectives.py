@@ -63,7 +63,7 @@ zero2_reduce_scatter = zero2.reduce_scatter  # the real one, which `late_collect
 MODELS = {make.__name__: make for make in (Blocks, Frozen, Recomputed, Tied)}
 
 
-@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
 @pytest.mark.parametrize("model", MODELS)

@@ -18,7 +18,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 # Several backwards before a step.
 
 
-@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.chapters
 def test_several_backwards_before_a_step_add_up(engine):
     """Gradient accumulation needs no option."""
@@ -184,10 +184,10 @@ OPTIMIZERS = {
     "ASGD": partial(torch.optim.ASGD, lr=0.02, t0=1),
     "Rprop": partial(torch.optim.Rprop, lr=0.01),
 }
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in list(OPTIMIZERS)[3:]]
+THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in list(OPTIMIZERS)[3:]]
 
 
-@pytest.mark.parametrize("optimizer", [*list(OPTIMIZERS)[:3], *LONG])
+@pytest.mark.parametrize("optimizer", [*list(OPTIMIZERS)[:3], *THOROUGH])
 def test_optimizers_that_treat_each_element_by_itself(engine, optimizer):
     """The optimizer that the user built updates the shards, with all of its options."""
     Pair(engine, seeded(Tied), OPTIMIZERS[optimizer], tolerance=1e-10).train(5)
@@ -224,7 +224,7 @@ def test_schedulers_built_before_or_after_the_engine(engine, when):
 # Clipping.
 
 
-@pytest.mark.ranks(3, long=(2,))
+@pytest.mark.ranks(3, thorough=(2,))
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 def test_clipping_takes_the_norm_of_the_whole_model(engine, norm_type):
     """The norm is that of all gradients, the same on every rank: no padding, and a tied weight once."""

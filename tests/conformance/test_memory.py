@@ -76,7 +76,7 @@ HELD = {  # (parameters, gradients, optimizer state) of Ψ parameters in bytes; 
 }
 
 
-@pytest.mark.ranks(2, 4, long=(1,))
+@pytest.mark.ranks(2, 4, thorough=(1,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
 def test_held_bytes_are_the_accounting(engine):
@@ -105,7 +105,7 @@ HELD_MIXED = {
 }
 
 
-@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_held_bytes_in_mixed_precision(engine):
     """Whole weights take 2 bytes, shards 4; no whole float32 weights stay beside them."""
@@ -123,7 +123,7 @@ def test_held_bytes_in_mixed_precision(engine):
     assert sum(found) <= alive <= sum(found) + 1000, "more is alive than parameters, gradients and state"
 
 
-@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
 @pytest.mark.parametrize("model", ["Tied", "Tiny"])
@@ -163,7 +163,7 @@ def peak_of(engine, **options):
     return trained, recorder.peak
 
 
-@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_peak_is_the_accounting(engine):
     """No operation of a step finds more alive than the accounting says and the chapter has, activations aside."""
@@ -182,7 +182,7 @@ def gathered(model):
     return storage_bytes(model.parameters())
 
 
-@pytest.mark.ranks(2, long=(1, 3, 4))
+@pytest.mark.ranks(2, thorough=(1, 3, 4))
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("model", ["Recomputed", "Blocks", "Tied"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -33,7 +33,7 @@ def fill(name, tensor):
     tensor.copy_(torch.linspace(-0.5, 0.5, tensor.numel(), dtype=tensor.dtype).view(tensor.shape) * (1 + len(name) % 3))
 
 
-@pytest.mark.ranks(2, long=(1, 3))
+@pytest.mark.ranks(2, thorough=(1, 3))
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("source", ["init_fn", "state_dict"])
 def test_a_model_on_meta_gets_its_values_and_trains(engine, source):

@@ -319,7 +319,7 @@ def check_freed(engine, pair):
 
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("options", [pytest.param("find_unused", marks=pytest.mark.long), "kept"])
+@pytest.mark.parametrize("options", [pytest.param("find_unused", marks=pytest.mark.thorough), "kept"])
 def test_unusual_graphs_with_other_lives_of_units(engine, case, options):
     """The same where a unit is freed when backward moves on, and where it is kept from forward to backward."""
     options = {"find_unused": {"find_unused": True}, "kept": {"reshard_after_forward": False}}[options]
@@ -360,7 +360,7 @@ def test_buffers_are_each_ranks_own(engine):
     assert statistics.abs().max() > 0 and pair.model.norm.num_batches_tracked == 6
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
 def test_compiled_blocks_train(engine, backend):
     """Blocks that are compiled in place before the build."""
     torch.compiler.reset()

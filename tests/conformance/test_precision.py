@@ -21,9 +21,9 @@ def mse_in_float64(model, inputs, targets):
     return nn.functional.mse_loss(model(inputs).double(), targets)
 
 
-@pytest.mark.ranks(2, long=(1, 4))
+@pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_rounded_copy_computes(engine, model, find_unused):
     """Norms and weights are plain torch's with a bfloat16 copy that computes, and hands its gradients over.
 

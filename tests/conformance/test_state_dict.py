@@ -26,7 +26,7 @@ def equal(found, expected):
             assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-@pytest.mark.ranks(3, long=(1, 2))
+@pytest.mark.ranks(3, thorough=(1, 2))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_state_goes_from_one_engine_into_another(engine, options):

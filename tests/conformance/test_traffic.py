@@ -43,7 +43,7 @@ def expected_step(stage, sizes, ahead=1, no_sync=False):
     return found + ([] if no_sync else [("reduce-scatter", root)]), []
 
 
-@pytest.mark.ranks(2, long=(3, 4))
+@pytest.mark.ranks(2, thorough=(3, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
 @pytest.mark.parametrize("backwards", [1, 2])
@@ -177,7 +177,7 @@ def test_what_is_shared_out_is_not_on_every_rank(engine):
 # The order in a step.
 
 
-@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("model", MODELS)
 def test_zero3_gathers_the_next_unit_before_the_present_one_computes(engine, model):

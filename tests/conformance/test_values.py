@@ -30,7 +30,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 MODELS = {make.__name__: make for make in (Blocks, Tied, Frozen, Recomputed, Twice, Tiny, Nested)}
 
 
-@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_one_process(engine, model):
     """Losses and weights equal those of one process on all batches, from rank 0's start.
@@ -41,14 +41,14 @@ def test_trains_as_one_process(engine, model):
     Pair(engine, seeded(MODELS[model])).train()
 
 
-@pytest.mark.ranks(2, long=(3,))
+@pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.chapters
 def test_trains_as_one_process_with_adamw(engine):
     """Also under the usual optimizer, whose state is what the ranks share out."""
     Pair(engine, seeded(Tied), ADAMW, tolerance=1e-10).train(5)  # division by small roots amplifies
 
 
-@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.stages("zero1", "zero2")
 @pytest.mark.parametrize("bucket_mb", [0, 0.0005])
 def test_the_size_of_buckets_changes_no_value(engine, bucket_mb):
@@ -64,7 +64,7 @@ UNITS = {
 }
 
 
-@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("options", UNITS)
 def test_the_choice_and_life_of_units_change_no_value(engine, options):
@@ -146,7 +146,7 @@ class Given(nn.Module):
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@pytest.mark.ranks(3, long=(1, 2, 4))
+@pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.parametrize("reduce_dtype", [None, "bfloat16", "float16"])
 def test_a_step_on_integers_is_exact(engine, reduce_dtype):
     """The sum of integers is exact in any order, and the mean is rounded once, after the sum.
@@ -249,7 +249,7 @@ def compare_with_chapter(engine, make, **options):
         same(weight, expected[name], 0, name)
 
 
-@pytest.mark.ranks(2, long=(1, 3, 4))
+@pytest.mark.ranks(2, thorough=(1, 3, 4))
 @pytest.mark.stages("zero1", "zero2")
 @pytest.mark.parametrize("bucket_mb", [None, 0.0005])
 def test_an_engine_with_buckets_does_what_its_chapter_does(engine, bucket_mb):
@@ -260,7 +260,7 @@ def test_an_engine_with_buckets_does_what_its_chapter_does(engine, bucket_mb):
     compare_with_chapter(engine, Tied, bucket_mb=bucket_mb)
 
 
-@pytest.mark.ranks(2, long=(1, 3, 4))
+@pytest.mark.ranks(2, thorough=(1, 3, 4))
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("model, prefetch", [("Blocks", 1), ("Recomputed", 1), ("Twice", 2), ("Tied", 0)])
 def test_an_engine_with_units_does_what_its_chapter_does(engine, model, prefetch):
