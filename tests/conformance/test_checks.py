@@ -59,6 +59,8 @@ BUILDS = {  # what is done to the model, which gives an optimizer; options; the 
     "foreign": (lambda model: MOMENTUM([*model.parameters(), nn.Parameter(torch.ones(1))]), {}, "not the model's"),
     "param_dtype": (lambda model: MOMENTUM(model.parameters()), {"param_dtype": torch.int8}, "param_dtype.*int8"),
     "reduce_dtype": (lambda model: MOMENTUM(model.parameters()), {"reduce_dtype": torch.int8}, "reduce_dtype.*int8"),
+    "no dtype": (lambda model: MOMENTUM(model.parameters()), {"param_dtype": "bfloat16"}, "param_dtype.*'bfloat16'"),
+    "no policy": (lambda model: MOMENTUM(model.parameters()), {"offload_policy": True}, "offload_policy.*True"),
 }
 
 

@@ -3,23 +3,25 @@
 `ZeRO1Engine`, `ZeRO2Engine` and `ZeRO3Engine` (stages.py) are the chapters plus options. Without options an engine does
 what its chapter does, to the bit, to the byte and in the same collectives.
 
-| file | the idea |
-|---|---|
-| `stages.py` | the three engines: which option changes which moment of a chapter |
-| `bucket.py` | what an option changes in a bucket, in a unit and in a reduction |
-| `groups.py` | parameter groups: the optimizer gets one piece of the shard per parameter |
-| `precision.py` | compute in bfloat16, reduce in another dtype, keep shards in float32 |
-| `loss_scaler.py` | float16: one decision for all ranks about infinite gradients |
-| `accumulation.py` | `no_sync`: several backwards, one reduction |
-| `clipping.py` | one norm over all shards |
-| `unused.py` | steps that leave parameters without a gradient |
-| `replicas.py` | hybrid sharding: shards inside a node, replicas across nodes |
-| `offload.py` | shards and optimizer in the host's memory |
-| `meta.py` | a model that never exists whole |
-| `tensor_parallel.py` | parameters that tensor parallelism has split already; torch's pipelines |
-| `state_dict.py` | whole weights out of an engine and into one |
-| `checkpoint/` | sharded checkpoints that any stage and number of ranks can load |
-| `checks.py` | errors in place of wrong results |
+| file | the idea | used in |
+|---|---|---|
+| `stages.py` | the three engines: which option changes which moment of a chapter | |
+| `options.py` | the options, as the other files read them: `engine.options` | |
+| `bucket.py` | what an option changes in a bucket, in a unit and in a reduction | `make_bucket`, `make_units` |
+| `groups.py` | parameter groups: the optimizer gets one piece of the shard per parameter | `take_over_optimizer` |
+| `precision.py` | compute in bfloat16, reduce in another dtype, keep shards in float32 | `EngineBucket` |
+| `loss_scaler.py` | float16: one decision for all ranks about infinite gradients | your loop |
+| `accumulation.py` | `no_sync`: several backwards, one reduction | `on_gradient` |
+| `clipping.py` | one norm over all shards | your loop |
+| `unused.py` | steps that leave parameters without a gradient | `reduce_gradients` |
+| `replicas.py` | hybrid sharding: shards inside a node, replicas across nodes | `flatten`, `average` |
+| `offload.py` | shards and optimizer in the host's memory | `make_shard`, `gather`, `deliver` |
+| `meta.py` | a model that never exists whole | `ZeRO3Engine.partition` |
+| `tensor_parallel.py` | parameters that tensor parallelism has split already; torch's pipelines | `EngineBucket` |
+| `state_dict.py` | whole weights out of an engine and into one | your loop |
+| `checkpoint/` | sharded checkpoints that any stage and number of ranks can load | your loop |
+| `checks.py` | errors in place of wrong results | `check`, `step` |
+| `together.py` | one function on all ranks; an error of one rank is an error of all | `check`, checkpoints |
 """
 
 from zerolab.engine.loss_scaler import GradScaler

@@ -13,6 +13,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zero1 import check_optimizer
 from zerolab.engine import tensor_parallel
@@ -130,14 +131,10 @@ def check_build(model, optimizer, options, **others):
         check_model(model)
         check_optimizer(model, optimizer, several_groups=True)
         tensor_parallel.check_split(model, options.group, options.param_dtype)
-        for name in ("param_dtype", "reduce_dtype"):
-            dtype = getattr(options, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, got {dtype!r}")
+        check_options(options)
         params = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
         buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-        dtypes = options.param_dtype, options.reduce_dtype, options.find_unused
-        return repr((params, buffers, dtypes, type(optimizer), others))
+        return repr((params, buffers, options.equal_on_all_ranks(), type(optimizer), others))
 
     if dist.get_rank(options.everyone) < 0:
         raise ValueError("this rank is not in `group`: only the ranks of the group build the engine")
@@ -148,6 +145,17 @@ def check_build(model, optimizer, options, **others):
             f"rank(s) {different} have a different model (names, shapes, dtypes, requires_grad), optimizer or option "
             "than rank 0: every rank must build the same engine"
         )
+
+
+def check_options(options):
+    """Raise ValueError for an option that cannot work with any model."""
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(options, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} must be a floating point dtype such as torch.bfloat16, got {dtype!r}")
+    policy = options.offload_policy
+    if policy is not None and not isinstance(policy, CPUOffloadPolicy):
+        raise ValueError(f"offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy() or None, got {policy!r}")
 
 
 def check_model(model):

@@ -4,6 +4,9 @@ The squared norm of a vector is the sum of the squared norms of its parts. So ea
 owns, and an all-gather of one number per rank gives the rest. Torch's own function would see one shard only. It costs
 4N bytes of traffic, and no memory.
 
+A gradient's norm is computed in the gradient's dtype, as in torch. The norms are added up in float32, or in float64 if
+a shard has double precision.
+
 FSDP2's parameters are DTensors, so `torch.nn.utils.clip_grad_norm_` does the same there. DeepSpeed clips inside `step`.
 """
 
@@ -29,7 +32,8 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
             if piece.grad is not None and tensor_parallel.counts(param, mesh):
                 norms.append(torch.linalg.vector_norm(piece.grad, norm_type))
     # In one dtype on all ranks, also on one that owns only padding.
-    dtype = torch.float64 if any(bucket.shard.dtype == torch.float64 for bucket in engine.buckets) else torch.float32
+    double = any(bucket.shard.dtype.to_real() == torch.float64 for bucket in engine.buckets)
+    dtype = torch.float64 if double else torch.float32
     own = torch.zeros(1, dtype=dtype, device=device)
     if norms:
         own = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]), norm_type).to(device).reshape(1)

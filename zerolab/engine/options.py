@@ -1,23 +1,19 @@
-"""The options that all three stages have."""
+"""The options that all three stages have, as buckets and methods of an engine read them: `engine.options`."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Options:
-    """The options that the buckets of an engine need.
+    """What the user chose (`Engine` describes each option), and the three groups that `group` stands for.
 
-    group           the ranks to shard over
-    replicas        the ranks that hold the same shard (hybrid sharding), or None
-    everyone        the ranks of both
-    param_dtype     the dtype to compute and to gather in; None: the parameters' own
-    reduce_dtype    the dtype to reduce gradients in; None: `param_dtype`
-    offload_policy  torch's `CPUOffloadPolicy`, or None: shards stay on the device
-    find_unused     whether a step may leave parameters without a gradient
+    group     the ranks to shard over
+    replicas  the ranks that hold the same shard (hybrid sharding), or None
+    everyone  the ranks of both
     """
 
     group: dist.ProcessGroup | None
@@ -25,5 +21,9 @@ class Options:
     everyone: dist.ProcessGroup | None
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    offload_policy: OffloadPolicy | None
     find_unused: bool
+    offload_policy: CPUOffloadPolicy | None
+
+    def equal_on_all_ranks(self):
+        """What must be the same on all ranks. Groups differ: with replicas each row of ranks has its own."""
+        return self.param_dtype, self.reduce_dtype, self.find_unused, self.offload_policy

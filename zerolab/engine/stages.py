@@ -56,7 +56,15 @@ class Engine:
         **of_the_chapter,
     ):
         group, copies, everyone = replicas.groups_of(group)
-        self.options = Options(group, copies, everyone, param_dtype, reduce_dtype, offload_policy, find_unused)
+        self.options = Options(
+            group=group,
+            replicas=copies,
+            everyone=everyone,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            find_unused=find_unused,
+            offload_policy=offload_policy,
+        )
         self.sync = True  # False inside `no_sync`
         self.ready = False  # whether the optimizer's pieces have the gradients of all backwards so far
         self.updating = False  # whether `step()` runs
