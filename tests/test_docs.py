@@ -70,7 +70,7 @@ def test_tables_are_measurements():
 def test_pages_are_few_and_narrow_and_the_readme_is_short():
     readme = PAGES["README.md"]
     assert len(readme.splitlines()) <= 110
-    assert len(PAGES) <= 14  # README.md and 13 in docs/
+    assert len(PAGES) <= 16
     for page, text in PAGES.items():
         for line in text.splitlines():
             assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) <= 9, line  # 8 columns
@@ -105,6 +105,22 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_linked_from_the_readme_or_for_contributors():
     text = PAGES["README.md"] + (ROOT / "CONTRIBUTING.md").read_text()
     assert [page for page in PAGES if page != "README.md" and f"({page})" not in text] == []
+
+
+# Messages.
+
+
+def test_messages_that_are_quoted_as_ours_are_in_the_code():
+    """docs/troubleshooting.md quotes messages in bold. Behind a message of torch, gloo or NCCL it names them."""
+    places = [*ROOT.glob("zero*.py"), *(ROOT / "zerolab").rglob("*.py"), ROOT / "launch.sh"]
+    source = " ".join(place.read_text() for place in places)
+    source = re.sub(r'"\s*f?"', "", source)  # a long message is several strings, one behind the other
+    text = PAGES["docs/troubleshooting.md"].replace("\n", " ")
+    quoted = re.findall(r'\*\*"([^"]+)"\*\*(?! \((?:torch|gloo|NCCL)\))', text)
+    assert len(quoted) > 20
+    for message in quoted:
+        for part in message.split("..."):
+            assert part.strip() in source, message
 
 
 # Commands.
@@ -174,7 +190,7 @@ def losses(script: Path, text: str, number: int) -> dict[int, float]:
 
 
 def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
-    script = code("checkpoint.complete", "docs/migrating.md").replace('"runs/mine"', repr(str(tmp_path / "mine")))
+    script = code("checkpoint.complete", "docs/using-an-engine.md").replace('"runs/mine"', repr(str(tmp_path / "mine")))
     (tmp_path / "my_train.py").write_text(script.replace("range(first, 300)", "range(first, 200)"))
     steps = []
     for ranks in (2, 1):  # the second run has one rank

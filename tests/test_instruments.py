@@ -6,6 +6,7 @@ import io
 import json
 import re
 import tempfile
+import textwrap
 import threading
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zero3 import ZeRO3
+from zerolab import measure
 from zerolab.measure import timeline as timelines
 from zerolab.measure import walkthrough
 from zerolab.measure.held import engine_tensors, storage_bytes
@@ -399,27 +401,25 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
     assert second[-1] <= 4_000 + 8 and 8_000 <= max(second) <= 8_000 + 8, second
 
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "measurements.md").read_text()
-LISTINGS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+LISTING = textwrap.dedent(re.search(r"\n\n(    import .*?)\n\nheld ", measure.__doc__, re.DOTALL).group(1))
 
 
-def the_pages_code() -> None:
-    """docs/measurements.md: each listing runs, as it stands there, on an engine of the reader's."""
+def the_rooms_listing() -> None:
+    """The listing in zerolab/measure/__init__.py runs on an engine of the reader's."""
     inputs, targets = vector_batch()
     engine = built(ZeRO3)
-    given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss, "device": None}
+    given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss}
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(said):
-        for listing in LISTINGS:
-            exec(listing, given)
+        exec(LISTING, given)
         if dist.get_rank() == 0:
             trace = json.loads(Path("trace.json").read_text())
             assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}
-    assert len(LISTINGS) == 2 and "all-gather" in said.getvalue()
+    assert "all-gather" in said.getvalue()
 
 
 ON_TWO_RANKS = (
-    the_pages_code,
+    the_rooms_listing,
     ledgers_agree_on_an_open_engine,
     the_timeline_of_a_step,
     a_collectives_span,

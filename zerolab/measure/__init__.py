@@ -1,4 +1,44 @@
-"""Measure: instruments that watch from outside (ledger, parts, traffic, timeline), dry runs, sweeps and figures.
+"""Measure: instruments that watch an engine from outside, dry runs, sweeps, and the pages' tables and figures.
 
-Imports the rooms before it, and the stages and the referee that it measures.
+Any object with `model` and `optimizer` is an engine here. One training step, watched on every rank:
+
+    import json, torch.distributed as dist
+    from zerolab.measure.held import held_bytes
+    from zerolab.measure.memory_parts import PartsLedger
+    from zerolab.measure.timeline import Timeline, chrome_trace
+    from zerolab.measure.traffic import TrafficLedger
+
+    with PartsLedger(engine) as memory, TrafficLedger() as traffic, Timeline(engine) as timeline:
+        engine.training_step(inputs, targets, loss_fn)
+    worst = memory.peak_moment()
+    print(held_bytes(engine), worst.live, worst.step, worst.module, worst.parts)
+    print(traffic.sent_bytes, [(c.kind, c.whole_bytes, c.step) for c in traffic.collectives])
+    live = [(timeline.seconds(moment.when), moment.live) for moment in memory.moments()]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (timeline.spans, live))
+    if dist.get_rank() == 0:
+        spans, lives = zip(*everyone)
+        with open("trace.json", "w") as file:
+            json.dump(chrome_trace(spans, lives), file)
+
+held            bytes of parameters, gradients and optimizer state that this rank holds now
+ledger          live bytes, and their peak
+memory_parts    the same, and what the bytes are for, in which step and module
+traffic         every collective: its kind, its bytes, its step
+timeline        when each step, module and collective began and ended
+watched_step    one step: bytes held right before the update, the peak, every collective
+step_time       the parts of a step's time: own work, waiting, exposed communication
+out_of_memory   torch's error, with the step, the unit and what the memory was used for
+
+A ledger that is opened before the engine is built sees everything that is allocated. If it is opened later, it counts
+what can be reached from the engine. What DDP's C++ reducer keeps to itself is seen only in the first case.
+
+Steps have names if the code labels them, as the stages do. In your own loop write
+`with torch.profiler.record_function("step 1 forward"):` around a step.
+
+The timeline sees every collective, because each one passes torch's dispatcher. It does not see inside a collective: on
+a CPU adding up counts as moving bytes. It does not see when gloo's reduce-scatter ends before somebody waits for it,
+nor the end of DTensor's functional collectives.
+
+This package imports the rooms before it, and the stages and the referee that it measures.
 """
