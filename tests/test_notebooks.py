@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zerolab.engine import accelerator
-from zerolab.measure import style
+from zerolab.measure import figures
 from zerolab.run.ranks import ROOT
 from zerolab.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
@@ -112,7 +112,7 @@ def test_it_runs_to_the_end(file, executed):
     outputs = sum((cell.get("outputs", []) for cell in result.cells), [])
     texts = "".join(output.get("text", "") for output in outputs)
     assert not any(output.output_type == "error" for output in outputs) and "Warning" not in texts, texts
-    drawn = [cell for cell in result.cells if re.search(r"^(figures|pictures|style)\.", cell.source, re.MULTILINE)]
+    drawn = [cell for cell in result.cells if re.search(r"^(figures|pictures)\.", cell.source, re.MULTILINE)]
     assert drawn
     for cell in drawn:
         assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.id
@@ -212,7 +212,7 @@ def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
     notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
     assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    axes = style.bars(rows, "a title").axes[0]
+    axes = figures.bars(rows, "a title").axes[0]
     assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
     assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and axes.get_title() == "a title"
 

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from extra.planner import pictures, validate
-from zerolab.measure import style, tables
+from zerolab.measure import figures, tables
 from zerolab.run.command_line import Parser, one_line
 from zerolab.teach import docs
 from zerolab.teach.articles.__main__ import markdown
@@ -59,7 +59,7 @@ BLOCKS = docs.by_name(plan_validation, plan_groups, plan_summary, plan_missed, p
 def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
     """Draw one of `PICTURES` into a folder; returns where it is."""
     path = folder / f"{name}.png"
-    style.save(PICTURES[name](result(name)), path)
+    figures.save(PICTURES[name](result(name)), path)
     return path
 
 

@@ -1,6 +1,6 @@
 """The planner's figures. What they show is predicted, and they say so."""
 
-from zerolab.measure.style import COLOURS, INK, PAPER, SHADE, engine_look, new
+from zerolab.measure.figures import COLOURS, INK, PAPER, SHADE, engine_look, new
 from zerolab.run.engines import named
 
 # Here an engine has a colour as well: no part and no activity is shown.

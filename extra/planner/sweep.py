@@ -81,7 +81,7 @@ def enough(options: argparse.Namespace, engine: str) -> str:
 def run(options: argparse.Namespace) -> dict:
     """Predict all points, say where the curves turn, draw the figure; returns what --json writes."""
     from extra.planner import pictures  # matplotlib is needed here alone
-    from zerolab.measure import style
+    from zerolab.measure import figures
 
     engines, rows, words = swept(options), {}, {}
     where = gpus("N" if options.sweep == "ranks" else options.ranks, cluster_of(options))
@@ -100,6 +100,6 @@ def run(options: argparse.Namespace) -> dict:
     results = {"predicted": True, "sweep": options.sweep, "title": title, "engines": rows, "break_even": words}
     os.makedirs(options.out, exist_ok=True)
     written = os.path.join(options.out, "plan-sweep.png")
-    style.save(pictures.sweep(results), written)
+    figures.save(pictures.sweep(results), written)
     print(f"predicted, not measured; written: {written}")
     return results

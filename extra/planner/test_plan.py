@@ -25,7 +25,7 @@ from extra.planner.one_rank import ENGINES, Setup, grid
 from extra.planner.predict import Prediction, predict
 from extra.planner.published import FOUNDRY, PLAYBOOK, ROWS
 from extra.planner.replay import Times, replay
-from zerolab.measure import gpus, memory, style
+from zerolab.measure import figures, gpus, memory
 from zerolab.measure.dry_run import sent_by_kind
 from zerolab.measure.fake_ranks import build_alone, fake_ranks
 from zerolab.measure.ledger import MemoryLedger
@@ -467,7 +467,7 @@ def test_a_picture_has_units_on_its_axes_and_stands_in_the_page(name, labels):
 def test_the_committed_pictures_are_what_is_drawn_today(name, tmp_path):
     """After a change on purpose: python -m extra.planner.page, and look at what is new."""
     path = page.draw(name, tmp_path)
-    new, old = (style.plt.imread(folder / path.name) for folder in (tmp_path, page.RESULTS / "figures"))
+    new, old = (figures.plt.imread(folder / path.name) for folder in (tmp_path, page.RESULTS / "figures"))
     assert new.shape == old.shape
     other = (abs(new - old).max(axis=2) > 0.05).mean()  # the share of dots: a processor's rounding is no change
     assert other < 5e-5, f"{path}: {other:.2%} of its dots are not those of results/figures"

@@ -1,25 +1,438 @@
-"""The figures, drawn from measured JSON: nothing here computes a number that a run has not written down.
+"""The figures of README.md and docs/, drawn with matplotlib from the measurements in results/.
 
-`./launch.sh docs` draws all of them, from results/ to results/figures/. One of them from another file:
+`./launch.sh docs` draws all of them into results/figures/. To draw one of them from your own file:
 
     ./launch.sh docs --figure memory --from results/memory-7b-8ranks.json --out /tmp
 """
 
 import json
-import tomllib
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from zerolab.measure.pictures_of_memory import live, memory, scaling, stages
-from zerolab.measure.pictures_of_steps import lanes, losses, sweeps
-from zerolab.measure.style import BELOW, SAID, TIMES, headline, key, new, save, stacked
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from zerolab.measure import tables
+from zerolab.measure.gpus import GPUS
+from zerolab.measure.memory_parts import HELD, PARTS, STATE
+from zerolab.measure.memory_tables import formula_name
+from zerolab.run.engines import ENGINES, STAGES
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+INK, PAPER, SHADE = "black", "white", "#ececec"
+GATHERED, IN_FLIGHT, OPTIMIZER = "lightskyblue", "#ffbb78", "tab:green"
+COLOURS = {  # one colour for one meaning, in all figures
+    # what bytes are for
+    "parameters": "tab:blue",
+    "gradients": "tab:orange",
+    "optimizer": OPTIMIZER,
+    "gathered units": GATHERED,
+    "gradients in flight": IN_FLIGHT,
+    "activations": "tab:purple",
+    "temporaries": "tab:olive",
+    "batch and buffers": "tab:gray",
+    # what a rank does. A collective has the colour of the bytes that it moves, an update that of what it changes
+    "forward": "lightseagreen",
+    "backward": "teal",
+    "update": OPTIMIZER,
+    "gather": GATHERED,
+    "reduce": IN_FLIGHT,
+    # what the time of a step is spent on
+    "compute": "teal",
+    "host": "tan",
+    "all-reduce": IN_FLIGHT,
+    "reduce-scatter": IN_FLIGHT,
+    "all-gather": GATHERED,
+    "broadcast": "orchid",
+    "waiting": "indianred",
+}
+TIMES = {  # the parts of a step's time, in the order of the bars, and their names in the legend
+    "compute": "compute",
+    "host": "host, between operations",
+    "optimizer": "optimizer",
+    "all-reduce": "all-reduce, exposed",
+    "reduce-scatter": "reduce-scatter, exposed",
+    "all-gather": "all-gather, exposed",
+    "broadcast": "broadcast, exposed",
+    "waiting": "waiting for the slowest rank",
+}
+LANES = ("forward", "backward", "gather", "reduce", "update")
+UNITS = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}
+BOX = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # behind text that crosses lines
+
+
+def new(rows: int, columns: int = 1, height: float = 4.5, **options):
+    """(figure, axes) of `rows` x `columns` panels, `height` in inches. `options` go to `plt.subplots`."""
+    return plt.subplots(rows, columns, figsize=(9, height), layout="constrained", **options)
+
+
+def title(figure, finding: str, measured: str) -> None:
+    """The title: what the figure shows, and in a second line what was measured."""
+    figure.suptitle(f"{finding}\n{measured}", fontsize=11)
+
+
+def legend(figure, names, labels: dict[str, str] | None = None, more=(), columns: int = 4) -> None:
+    """A legend below the figure with the colours of `names`, which `labels` may replace, and the handles in `more`."""
+    handles = [Patch(color=COLOURS[name], label=(labels or {}).get(name, name)) for name in names]
+    figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def light_grid(axes, axis: str = "both") -> None:
+    axes.set_axisbelow(True)
+    axes.grid(axis=axis, alpha=0.4)
+
+
+def engine_look(name: str, **own) -> dict:
+    """How a line or mark of this engine is drawn."""
+    if name not in ENGINES:
+        return {"marker": "o"} | own
+    engine = ENGINES[name]
+    return {"color": engine.shade, "marker": engine.mark, "linestyle": engine.line} | own
+
+
+def stacked(axes, place: float, parts: dict[str, float], height: float) -> float:
+    """Draw a horizontal bar of these parts, end to end; returns where it ends."""
+    end = 0.0
+    for part, size in parts.items():
+        axes.barh(place, size, height, left=end, color=COLOURS[part], edgecolor=PAPER, linewidth=0.5)
+        end += size
+    return end
+
+
+def unit_of(results: dict) -> tuple[str, float]:
+    """("GB" or "MB", its bytes): the same unit in all figures of a model."""
+    return tables.unit(4 * results["parameters"])
+
+
+def model_and_batch(results: dict) -> str:
+    """What a dry run was asked for, in one line."""
+    ranks = f"{results['ranks']} ranks, " if isinstance(results["ranks"], int) else ""
+    recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
+    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
+    return f"GPT {results['preset']}, {ranks}{results['dtype']}, {tokens}{recomputed}"
+
+
+# Memory.
+
+
+def stages(results: dict):
+    """What each rank keeps between steps under DDP and the stages: filled what it keeps, grey what the others keep."""
+    shown = {name: results["engines"][name]["held_bytes"] for name in ("ddp", *STAGES)}
+    figure, grid = new(1, len(shown), height=3.9, sharey=True)
+    unit, size = unit_of(results)
+    whole, ranks, parameters = shown["ddp"], results["ranks"], results["parameters"]
+    for axes, (name, held) in zip(grid, shown.items()):
+        for rank in range(ranks):
+            bottom = 0.0
+            for part in HELD:
+                height, kept = whole[part] / parameters, held[part] / parameters
+                start = bottom
+                if kept < 0.99 * height:  # a shard is drawn at its place
+                    start += rank * height / ranks
+                axes.bar(rank, height, 0.72, bottom, color=SHADE)
+                axes.bar(rank, kept, 0.72, start, color=COLOURS[part])
+                bottom += height
+        total = f"{sum(held.values()) / size:,.0f} {unit} on each rank"
+        axes.set_title(f"{ENGINES[name].title}\n{total}", fontsize=11)
+        axes.set(xlabel="rank", xticks=range(ranks))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    grid[0].set(yticks=range(0, 17, 4), ylabel="bytes per parameter")
+    not_kept = Patch(color=SHADE, label="not kept: another rank has it")
+    legend(figure, HELD, {"optimizer": "optimizer state (AdamW)"}, more=[not_kept])
+    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["dtype"]]
+    times = sum(whole.values()) / sum(shown["zero3"].values())
+    finding = f"Each stage shards one thing more, and ZeRO-3 keeps 1/{times:.3g} of DDP's bytes"
+    title(figure, finding, f"Held by each of {ranks} ranks: {parameters / 1e6:,.0f} million parameters, {precision}")
+    return figure
+
+
+def bars(rows: dict[str, dict], heading="", formula=None, formula_label="formula", notes=None, gpus=()):
+    """Horizontal bars, stacked by part: {label: {part: bytes}}. Labels that are equal up to a comma are one group.
+
+    `formula` ({label: bytes}) is drawn as a tick across the bar, `notes` ({label: text}) follow the bar's number, and
+    `gpus` (bytes) are dotted lines: what the memory of a GPU has room for.
+    """
+    formula, notes = formula or {}, notes or {}
+    longest = max([*(sum(parts.values()) for parts in rows.values()), *formula.values()]) or 1e6
+    unit, size = tables.unit(longest)
+    figure, axes = new(1, height=0.36 * len(rows) + 1.7)
+    groups = list(dict.fromkeys(label.partition(",")[0] for label in rows))
+    places = []
+    for index, (label, parts) in enumerate(rows.items()):
+        place = 0.8 * index + 0.3 * groups.index(label.partition(",")[0])
+        places.append(place)
+        end = stacked(axes, place, {part: nbytes / size for part, nbytes in parts.items()}, 0.7)
+        texts = [f"{end:.4g}"] if parts else []
+        if label in formula:
+            at = formula[label] / size
+            axes.vlines(at, place - 0.42, place + 0.42, color=INK, linewidth=2)
+            texts.append(f"formula {at:.4g}")
+            end = max(end, at)
+        if notes.get(label):
+            texts.append(notes[label])
+        axes.annotate(
+            ", ".join(texts), (end, place), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=BOX
+        )
+    for nbytes in gpus:
+        if nbytes <= 1.2 * longest:
+            axes.axvline(nbytes / size, color=INK, linewidth=0.8, linestyle=":", zorder=0)
+            axes.text(nbytes / size, -0.62, f"{nbytes / size:g} {unit}", ha="center", va="bottom", fontsize=8)
+    axes.set_yticks(places, list(rows))
+    axes.set(ylim=(places[-1] + 0.5, -0.6), xlim=(0, 1.35 * longest / size), xlabel=f"{UNITS[unit]} on one rank")
+    axes.set_title(heading, pad=14 if gpus else 6, fontsize=11)
+    drawn = [part for part in PARTS if any(parts.get(part, 0) > 1e-3 * longest for parts in rows.values())]
+    tick = Line2D([], [], color=INK, marker="|", markersize=10, markeredgewidth=2, linestyle="none")
+    tick.set_label(formula_label)
+    legend(figure, drawn, more=[tick] if formula else [])
+    return figure
+
+
+def why_no_gradients(row: dict) -> str:
+    """Why a peak has no gradients although the rank holds some later, in a few words; "" if it has them."""
+    if row["peak_parts"].get("gradients", 0) > 0.1 * row["held_bytes"]["gradients"]:
+        return ""
+    in_forward = row["peak_where"]["step"].startswith("1")
+    return "late in forward, before any gradient" if in_forward else "early in backward, before most gradients"
+
+
+def memory(results: dict):
+    """Two bars per engine, stacked by part: held between steps with the formula as a tick, and the peak."""
+    rows, formula, notes = {}, {}, {}
+    for name, row in results["engines"].items():
+        label = f"{name} (stand-in)" if row.get("stand_in") else name
+        if "out_of_memory" in row:
+            rows[label], notes[label] = {}, "out of memory"
+            continue
+        held, peak = f"{label}, held", f"{label}, peak"
+        rows[held], rows[peak] = row["held_bytes"], {part: row["peak_parts"].get(part, 0) for part in PARTS}
+        formula[held], notes[peak] = row["formula_bytes"], why_no_gradients(row)
+    gpus = [gigabytes * 1e9 for gigabytes in GPUS]
+    figure = bars(rows, formula=formula, formula_label=formula_name(results), notes=notes, gpus=gpus)
+    finding = "What a rank holds between steps, and the most that is alive at once"
+    unit, size = unit_of(results)
+    totals = {label: sum(parts.values()) / size for label, parts in rows.items()}
+    if "ddp (stand-in), held" in rows and "zero3, peak" in rows:
+        finding = f"ZeRO-3 holds {totals['zero3, held']:.0f} {unit} instead of DDP's "
+        finding += f"{totals['ddp (stand-in), held']:.0f} {unit}. Its peak is {totals['zero3, peak']:.0f} {unit}: "
+        finding += "activations are not sharded"
+    title(figure, finding, model_and_batch(results))
+    return figure
+
+
+def live(results: dict, parts=PARTS, levels: dict[str, float] | None = None):
+    """Live bytes during one step, stacked by part, a panel per engine; the phases have equal widths.
+
+    Only `parts` are drawn: those that change, for example. `levels` ({label: bytes}) are lines across.
+    """
+    rows = {name: row for name, row in results["engines"].items() if "curve" in row}
+    columns = min(3, len(rows))
+    lines = -(-len(rows) // columns)
+    unit, size = unit_of(results)
+    figure, grid = new(lines, columns, height=2.5 * lines + 1.6, sharex=True, sharey=True, squeeze=False)
+    seen = set()
+    for axes, (name, row) in zip(grid.flat, rows.items()):
+        seen |= _stack_curve(axes, row["curve"], parts, size / 1e6)
+        for text, nbytes in (levels or {}).items():
+            axes.axhline(nbytes / size, color=INK, linewidth=0.8, linestyle="--")
+            text = f"{text}, {_two_digits(nbytes / size)} {unit}"
+            axes.annotate(text, (3, nbytes / size), (-3, 2), textcoords="offset points", ha="right", fontsize=8)
+        stand_in = " (stand-in)" if row.get("stand_in") else ""
+        heading = f"{ENGINES[name].title}{stand_in}\npeak {_two_digits(row['peak_bytes'] / size)} {unit}"
+        axes.set_title(heading, loc="left", fontsize=10)
+    for axes in grid.flat[len(rows) :]:
+        axes.set_visible(False)
+    grid[0][0].set(xlim=(0, 3), ylim=(0, None))
+    for axes in grid[-1]:
+        axes.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "update"])
+        axes.set_xlabel("fraction of each phase's events", fontsize=8)
+        axes.tick_params(axis="x", length=0)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"live {UNITS[unit]}")
+    finding = "Live bytes during one step"
+    if "zero2" in rows and "zero3" in rows:
+        finding += ": ZeRO-2 adds shards of gradients, ZeRO-3 gathers and frees units"
+    absent = [part for part in HELD if part not in parts]
+    title(figure, finding, model_and_batch(results) + (f"; not drawn: {', '.join(absent)}" if absent else ""))
+    legend(figure, [part for part in PARTS if part in seen])
+    return figure
+
+
+def _two_digits(number: float) -> str:
+    """At least two digits: 1,419 and 0.49."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _stack_curve(axes, curve: dict, parts, megabytes: float) -> set[str]:
+    """Draw `parts` on top of each other in a unit of so many `megabytes`; returns those that can be seen.
+
+    Forward is drawn from 0 to 1, backward to 2, the rest of the step to 3.
+    """
+    phases = {"1 forward": 0, "2 backward": 1}
+    last = [phase for phase in dict.fromkeys(curve["phase"]) if phase not in phases]
+    xs = []
+    for phase, progress in zip(curve["phase"], curve["progress"]):
+        xs.append(phases[phase] + progress if phase in phases else 2 + (last.index(phase) + progress) / len(last))
+    xs.append(3)
+    bottom, seen = [0.0] * len(xs), set()
+    for part in parts:
+        sizes = [*curve[part], curve[part][-1]]
+        top = [low + more / megabytes for low, more in zip(bottom, sizes)]
+        if max(sizes) > 1e-3 * megabytes * max(top):
+            axes.fill_between(xs, bottom, top, step="post", linewidth=0, color=COLOURS[part])
+            seen.add(part)
+        bottom = top
+    for phase in (1, 2):
+        axes.axvline(phase, color=INK, linewidth=0.8, linestyle=":")
+    light_grid(axes, "y")
+    return seen
+
+
+def scaling(results: dict):
+    """Peak of one rank against the number of ranks, from two on, and what ZeRO-3's peak is for."""
+    unit, size = unit_of(results)
+    figure, axes = new(1, height=5.6)
+    shown = [index for index, number in enumerate(results["ranks"]) if number >= 2] or range(len(results["ranks"]))
+    ranks = [results["ranks"][index] for index in shown]
+    bottom, seen = [0.0] * len(ranks), []
+    # At the bottom is what sharding does not divide.
+    order = [part for part in PARTS if part not in STATE] + ["gathered units", "gradients in flight", *HELD]
+    for part in order if "zero3" in results["engines"] else ():
+        sizes = [results["engines"]["zero3"][index]["peak_parts"].get(part, 0) / size for index in shown]
+        top = [low + more for low, more in zip(bottom, sizes)]
+        if max(sizes) > 1e-3 * max(top):
+            axes.fill_between(ranks, bottom, top, color=COLOURS[part], linewidth=0)
+            seen.append(part)
+        bottom = top
+    for name, rows in results["engines"].items():
+        peaks = [rows[index]["peak_bytes"] / size for index in shown]
+        axes.plot(ranks, peaks, markersize=4, linewidth=1.6, **engine_look(name, color=INK))
+        text = f"{ENGINES[name].title}, {peaks[-1]:.0f} {unit}"
+        axes.annotate(
+            text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", annotation_clip=False
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, ranks)
+    axes.set(xlim=(ranks[0], ranks[-1]), ylim=(0, None), xlabel="ranks N")
+    axes.set_ylabel(f"peak of one rank, {UNITS[unit]}")
+    axes.minorticks_off()
+    light_grid(axes, "y")
+    title(
+        figure,
+        "More ranks divide parameters, gradients and optimizer state, and nothing else",
+        model_and_batch(results),
+    )
+    legend(figure, seen, {part: f"ZeRO-3: {part}" for part in seen}, columns=3)
+    return figure
+
+
+# Time.
+
+
+def lanes(*traces: dict):
+    """For each rank of each trace: what it computes and which collectives are in flight; below, the live memory."""
+    read, heights = [*map(_read, traces)], []
+    for _, memory in read:
+        heights += [2 * len(memory) + 0.6, 2]
+    height = 0.62 * sum(heights[::2]) + 1.3 * len(traces) + 1.3
+    figure, grid = new(len(heights), height=height, gridspec_kw={"height_ratios": heights})
+    for trace, (rows, memory), axes, below in zip(traces, read, grid[::2], grid[1::2]):
+        # Each trace has its own scale: one step says nothing about speed.
+        latest = max(bar.start + bar.length for bars in rows.values() for bar in bars)
+        for place, row in enumerate(rows):
+            _draw_row(axes, place, rows[row], latest)
+        axes.set_yticks(range(len(rows)), [f"rank {rank} {what}" for rank, what in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.8)
+        axes.set_title(trace["otherData"]["title"], loc="left", fontsize=10)
+        axes.set(xlim=(0, 1.02 * latest), xticklabels=[])
+        for rank, points in memory.items():
+            style = ("-", ":", "--", "-.")[rank % 4]
+            below.step(*zip(*points), where="post", color=INK, linewidth=1, linestyle=style, label=f"rank {rank}")
+        light_grid(below, "y")
+        xlabel = "ms since the step began; the numbers are units or buckets"
+        below.set(xlim=(0, 1.02 * latest), ylim=(0, None), xlabel=xlabel, ylabel="live MB")
+    grid[-1].legend(loc="lower right", ncols=4, fontsize=9)
+    measured = "A gather or reduce begins when it is issued, and includes waiting"
+    title(figure, "One step, watched by the instruments: compare the order, not the lengths", measured)
+    legend(figure, LANES, columns=5)
+    return figure
+
+
+@dataclass
+class Bar:
+    """What a rank did, or a collective, in milliseconds since the step began.
+
+    `number` is the unit's or bucket's, `second` whether another collective of its kind was already in flight.
+    """
+
+    what: str  # one of LANES
+    start: float
+    length: float
+    number: str
+    second: bool
+
+
+DOES = {"1": "forward", "2": "backward", "4": "update"}  # the number of a step, and what a rank does in it
+MOVES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}
+
+
+def _read(trace: dict) -> tuple[dict[tuple, list[Bar]], dict]:
+    """({(rank, "compute", "gather" or "reduce"): its bars in order}, {rank: [(ms, live MB)]}) of a trace's step."""
+    rows, memory, threads = defaultdict(list), defaultdict(list), {}
+    for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):  # names of threads come first
+        rank, about = event["pid"], event["args"]
+        start = event.get("ts", 0) / 1e3 - trace["otherData"]["step_begins_ms"]
+        if event["name"] == "thread_name":
+            threads[rank, event["tid"]] = about["name"]
+        elif event["name"] == "live":
+            memory[rank].append((start, about["MB"]))
+        elif event.get("cat") == "collectives" and event["name"] in MOVES and start >= 0:
+            second = threads[rank, event["tid"]].endswith(" 2")  # it has its own thread
+            what = MOVES[event["name"]]
+            rows[rank, what].append(Bar(what, start, event["dur"] / 1e3, _number(about.get("unit", "")), second))
+        elif event.get("cat") == "compute" and about.get("step", "")[:1] in DOES and start >= 0:
+            what = DOES[about["step"][0]]
+            rows[rank, "compute"].append(Bar(what, start, event["dur"] / 1e3, _number(event["name"]), False))
+    return dict(sorted(rows.items())), memory
+
+
+def _number(name: str) -> str:
+    """ "3" of "blocks.3" and of "bucket 3", "R" of the root."""
+    return "R" if name == "root" else re.split("[. ]", name)[-1]
+
+
+def _draw_row(axes, row: int, bars: list[Bar], latest: float) -> None:
+    """What a rank computes, or its gathers, or its reductions."""
+    free_from = 0.0  # where the next number may begin
+    for bar in bars:
+        middle = bar.start + bar.length / 2
+        if bar.what in ("gather", "reduce"):  # lower, so that there is room for the number above
+            bottom, height = (row + 0.12, 0.28) if bar.second else (row - 0.16, 0.56)
+            middle = max(middle, free_from)
+            axes.text(middle, row - 0.19, bar.number, ha="center", va="bottom", fontsize=7)
+            free_from = middle + 0.011 * latest
+        else:
+            bottom, height = row - 0.4, 0.8
+            if bar.what != "update" and bar.number != "R" and bar.length > 0.018 * latest:
+                axes.text(middle, row, bar.number, ha="center", va="center", fontsize=8, color=PAPER)
+        colours = {"facecolor": COLOURS[bar.what], "edgecolor": PAPER, "linewidth": 0.5}
+        axes.broken_barh([(bar.start, bar.length)], (bottom, height), **colours)
 
 
 def step_time(*results: dict):
-    """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting. Linear."""
+    """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting."""
     first, rows = results[0], []
-    for name, made in first["runs"].items():
+    for name, run in first["runs"].items():
         if name != "single":
-            rows += [(name, place) for place in range(len(made["step_time"]["ranks"]))]
+            rows += [(name, place) for place in range(len(run["step_time"]["ranks"]))]
     figure, grid = new(1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
     seen = set()
     for axes, report in zip(grid[0], results):
@@ -30,70 +443,154 @@ def step_time(*results: dict):
             shown = {part: parts[part] for part in TIMES if parts.get(part)}
             stacked(axes, position, shown, 0.82)
             seen |= {*shown}
-        axes.set(title=_delay(report), xlabel="ms of a step (mean)")
-        axes.grid(axis="x")
-    grid[0][0].set_yticks(range(len(rows)), [f"{name} {rank}" for name, rank in rows])
-    grid[0][0].set_ylabel("engine and rank")
+        axes.set_title(_delay(report), fontsize=11)
+        axes.set(xlabel="ms of a step (mean)")
+        light_grid(axes, "x")
+    grid[0][0].set_yticks(range(len(rows)), [f"{name}, rank {rank}" for name, rank in rows], fontsize=9)
     grid[0][0].invert_yaxis()
-    figure.legend(handles=key([part for part in TIMES if part in seen], SAID["in_full"]), **BELOW)
+    legend(figure, [part for part in TIMES if part in seen], TIMES)
     finding = "Where the time of a step goes"
     if any(report["slow_rank"] for report in results):
         finding = "One slow rank makes all steps longer: the others wait for it"
-    shape = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
-    headline(figure, finding, f"{shape}, {first['batch']} x {first['seq']} tokens per rank")
+    model = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
+    title(figure, finding, f"{model}, {first['batch']} x {first['seq']} tokens per rank")
     return figure
 
 
 def _delay(report: dict) -> str:
-    """What was done to a rank of the referee's run."""
+    """Which rank of the referee's run was delayed."""
     if report["slow_rank"] is None:
         return "no rank is delayed"
     rank, seconds = report["slow_rank"]
-    return f"rank {rank} is delayed by {seconds * 1e3:g} ms in every step"
+    return f"rank {rank} is delayed by {seconds * 1e3:g} ms"
 
 
-RESULTS = Path(__file__).resolve().parents[2] / "results"
-FIGURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+def sweeps(results: dict):
+    """Step time above (the median, and a line from lowest to highest), peak below, a column per sweep."""
+    figure, grid = new(2, len(results["sweeps"]), height=5.6, sharey="row", squeeze=False)
+    for (above, below), (name, rows) in zip(grid.T, results["sweeps"].items()):
+        xs = range(len(rows))
+        values = {key: [row[key] for row in rows.values()] for key in next(iter(rows.values()))}
+        above.vlines(xs, values["step_ms_lowest"], values["step_ms_highest"], color="gray")
+        above.plot(xs, values["step_ms"], "o", color=INK)
+        below.plot(xs, [nbytes / 1e6 for nbytes in values["peak_bytes"]], "o", color=INK)
+        below.plot(xs, [nbytes / 1e6 for nbytes in values["short_peak_bytes"]], "o", color=INK, markerfacecolor=PAPER)
+        above.set_title(name.replace(", ", ",\n") if "," in name else f"{name},\nzero3", fontsize=11)
+        above.set_xticks(xs, [""] * len(xs))
+        labels = [f"{label} ({row['collectives']})" for label, row in rows.items()]
+        below.set_xticks(xs, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+        for axes in (above, below):
+            light_grid(axes, "y")
+            axes.set_xlim(-0.6, len(xs) - 0.4)
+    grid[0][0].set(ylabel="step time, ms\n(median, and all rounds)", ylim=(0, None))
+    most = max(row["peak_bytes"] for rows in results["sweeps"].values() for row in rows.values())
+    grid[1][0].set(ylabel="peak, MB (10⁶ bytes)\n(empty: on 8 tokens)", ylim=(0, 1.1 * most / 1e6))
+    figure.supxlabel("in brackets: collectives per step", fontsize=9)
+    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
+    model = f"GPT {results['preset']}, {results['ranks']} ranks over {results['backend']}"
+    title(figure, "Step time and peak memory of each choice", f"{model}, {tokens}")
+    return figure
 
 
-def load(name: str, paths: list[str]) -> list[dict]:
-    """What the figure `name` is drawn from. Raises ValueError for a file that is not there or of another kind."""
+# Losses.
+
+
+def losses(results: dict):
+    """Above the reference's losses; below how far each engine's losses are from them."""
+    runs = results["runs"]
+    reference = "ddp" if "ddp" in runs else next(iter(runs))
+    expected = runs[reference]["losses"]
+    others = [name for name in runs if name != reference]
+    ratios = [3, 1 + 0.45 * len(others)]
+    figure, (above, below) = new(2, height=3.6 + 0.27 * len(others), gridspec_kw={"height_ratios": ratios})
+    above.plot(range(1, len(expected) + 1), expected, color=INK, linewidth=1.6)
+    above.set(ylabel="loss, nats per token", xlabel=f"training step of {reference}")
+    tolerance = max(run.get("tolerance", 0) for run in runs.values())
+    floor, agreements = 1e-9, []
+    for place, name in enumerate(others):
+        off = [abs(a - b) for a, b in zip(runs[name]["losses"], expected)]
+        # A mark per step; where many steps have the same difference the mark is darker.
+        marks = engine_look(name, color=INK, linestyle="none")
+        below.plot([max(value, floor) for value in off], [place] * len(off), **marks, alpha=0.35, clip_on=False)
+        agreements.append(f"{off.count(0)} of {len(off)} equal, {max(off):.0e}" if any(off) else "all equal")
+    below.secondary_yaxis("right").set_yticks(range(len(others)), agreements, fontsize=8)
+    if tolerance:
+        below.axvline(tolerance, color=INK, linewidth=0.8, linestyle="--")
+        below.text(tolerance, -0.75, "allowed ", ha="right", va="center", fontsize=8)
+    xlabel = f"difference from {reference} in each step, nats (0: equal to the bit)"
+    below.set(xscale="log", xlim=(floor / 2, max(tolerance, 1e-5) * 12), xlabel=xlabel)
+    below.set_xticks([floor, 1e-8, 1e-6, 1e-4, 1e-2], ["0", "10⁻⁸", "10⁻⁶", "10⁻⁴", "10⁻²"])
+    below.minorticks_off()
+    below.set_yticks(range(len(others)), others)
+    below.set_ylim(len(others) - 0.4, -1.1)
+    light_grid(above)
+    light_grid(below, "x")
+    equal = f"{agreements.count('all equal')} of {len(others)} engines"
+    finding = f"The losses of {equal} equal {reference}'s to the bit in all {len(expected)} steps"
+    title(figure, finding, f"GPT {results['preset']}, {results['world_size']} ranks, {results['dtype']}")
+    return figure
+
+
+# All of them.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the pages: the function that draws it, its files in results/, and the command that writes such."""
+
+    draw: Callable
+    files: tuple[str, ...]
+    command: str
+
+
+FIGURES = {
+    "stages": Figure(stages, ("memory-small-4ranks-64-tokens.json",), "./launch.sh memory --json"),
+    "memory": Figure(memory, ("memory-7b-8ranks.json",), "./launch.sh memory --json"),
+    "live": Figure(live, ("memory-small-4ranks-64-tokens.json",), "./launch.sh memory --json"),
+    "lanes": Figure(
+        lanes,
+        ("trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"),
+        "./launch.sh zero3 2 --trace",
+    ),
+    "losses": Figure(losses, ("referee-cpu-2ranks-3.json",), "./launch.sh compare --json"),
+    "step-time": Figure(
+        step_time,
+        ("step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"),
+        "./launch.sh compare --json",
+    ),
+    "sweeps": Figure(sweeps, ("sweeps-cpu-2ranks.json",), "./launch.sh bench --sweeps --json"),
+    "scaling": Figure(scaling, ("memory-7b-1-to-1024-ranks.json",), "./launch.sh memory --up-to 8 --json"),
+}
+
+
+def load(paths: list[str]) -> list[dict]:
+    """The measurements in these files. Raises ValueError for a file that cannot be read or is not JSON."""
     loaded = []
     for path in paths:
         try:
             loaded.append(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:  # not to be read, no text, or no JSON
-            raise ValueError(f"figure {name!r} needs a measured JSON; {path}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot draw {path}: {error}") from error
     return loaded
 
 
-DRAWN_BY = {
-    "lanes": lanes,
-    "live": live,
-    "losses": losses,
-    "memory": memory,
-    "scaling": scaling,
-    "stages": stages,
-    "step_time": step_time,
-    "sweeps": sweeps,
-}
-
-
-def picture(name: str, paths: list[str]):
-    """The figure `name` of the results in these files."""
-    return DRAWN_BY[FIGURES[name]["draw"]](*load(name, paths))
-
-
 def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
-    """Write the figure to `folder`, from its files in results/ or from `paths`; returns where it is."""
+    """Write the figure to `folder`, from its files in results/ or from `paths`; returns its path."""
     if name not in FIGURES:
         raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
-    paths = paths or [str(RESULTS / file) for file in FIGURES[name]["files"]]
+    paths = paths or [str(RESULTS / file) for file in FIGURES[name].files]
+    measured = load(paths)
     try:
-        figure = picture(name, paths)
+        figure = FIGURES[name].draw(*measured)
     except (LookupError, TypeError, AttributeError, StopIteration) as error:
-        words = f"{', '.join(paths)} is not what figure {name!r} is drawn from"
-        raise ValueError(f"{words}: {FIGURES[name]['command']} writes that") from error
+        message = f"figure {name!r} cannot be drawn from {', '.join(paths)}: use a file of {FIGURES[name].command}"
+        raise ValueError(message) from error
     path = Path(folder, f"{name}.png").resolve()
     save(figure, path)
     return str(path)
+
+
+def save(figure, path: str | Path) -> None:
+    """Write the figure, 990 pixels wide, and close it."""
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,6 +1,6 @@
-"""The notebooks' own pictures, in the colours and on the paper of the README's."""
+"""The pictures of the notebooks that no page has, in the colours of the pages' figures."""
 
-from zerolab.measure.style import COLOURS, INK, PAPER, look, new
+from zerolab.measure.figures import COLOURS, INK, PAPER, new
 
 
 def curves(x, lines: dict[str, tuple], **said):
@@ -34,7 +34,7 @@ def layout(bucket, ranks: int):
     figure, axes = new(1, height=1.9)
     axes.broken_barh([(0, bucket.numel)], (0, 1), facecolor="none", edgecolor=INK, hatch="///", linewidth=0.5)
     for name, start, parameter in zip(bucket.names, bucket.offsets, bucket.params):
-        axes.broken_barh([(start, parameter.numel())], (0, 1), **look("parameters"))
+        axes.broken_barh([(start, parameter.numel())], (0, 1), color=COLOURS["parameters"])
         axes.text(start + 0.3, 0.5, name, va="center", fontsize=8, color=PAPER)
     for rank in range(ranks):
         axes.axvline((rank + 1) * bucket.shard_numel, color=INK, linewidth=2.5)
