@@ -69,7 +69,7 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
         with watched_step(engine, ledger) as seen:
             engine.training_step(tokens, tokens, next_token_loss)
     state = ledger.peak_moment(of=lambda moment: moment.state).state
-    formula = memory_formulas.value(memory_formulas.FORMULAS["once"][stage], letters)
+    formula = memory_formulas.PEAKS[stage].bytes(letters)
     if stage == "zero3" and not tied:
         formula += model.head.weight.nbytes  # H of zero3.py's head: the root's first gradient waits for its last
     assert state == pytest.approx(formula, rel=0.01)

@@ -24,7 +24,7 @@ from zerolab.measure import fake_ranks, tables
 from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.ratios import lines_of_ratios
-from zerolab.measure.sweeps import SWEEPS, prepared, with_their_engines
+from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import commands, engine_file, engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
@@ -56,7 +56,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def build_variant(variant: dict, config: GPTConfig, me: Rank):
     model = GPT(config).to(me.device)
-    options = prepared(variant, model)  # it may change the model
+    options = prepare(variant, model)  # it may change the model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
     return engines.ENGINES[variant["name"]].build(model, optimizer, me.device, **options)
 
@@ -128,7 +128,7 @@ def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
         name = "single" if label == "plain" else variant["name"]
         model = many_small_parameters().to(me.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        engine = build(name, model, optimizer, me.device, **prepared(variant, model))
+        engine = build(name, model, optimizer, me.device, **prepare(variant, model))
         steps[label] = partial(engine.training_step, x, y, F.mse_loss)
     times = take_turns(steps, options.rounds, me)
     for label in steps:

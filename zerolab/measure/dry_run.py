@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerolab.measure.fake_ranks import build_alone
 from zerolab.measure.held import optimizer_of
-from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters, value
+from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters
 from zerolab.measure.memory_parts import PARTS, PartsLedger
 from zerolab.measure.traffic import Collective
 from zerolab.measure.watched_step import allocator_of, watched_step
@@ -76,8 +76,8 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "peak_where": {"step": peak.step, "module": peak.module},
         "peak_parts": {part: peak.parts[part] for part in PARTS if peak.parts[part]},
         "state_peak_bytes": memory.peak_moment(of=lambda moment: moment.state).state,
-        "state_peak_formula": formula,
-        "state_peak_formula_bytes": formula and round(value(formula, of)),
+        "state_peak_formula": formula and formula.text,
+        "state_peak_formula_bytes": formula and round(formula.bytes(of)),
         "sent_bytes": seen.sent_bytes,
         "sent_elements": seen.sent_elements,
         "sent": sent_by_kind(seen.collectives),

@@ -8,9 +8,7 @@ import contextlib
 import io
 import logging
 import os
-import tomllib
 import warnings
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,19 +23,33 @@ def default_bucket_mb(params) -> float:
 
 
 def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
-    """What DeepSpeed is told. All else is its default.
+    """DeepSpeed's configuration. What is not here has its default.
 
-    Some defaults are for models of billions of parameters: with these its stages 2 and 3 would be no ZeRO-2 and -3 of a
-    small model. A bucket has 5e8 elements (2 GB), and stage 3 keeps parameters of up to 1e5 elements whole for good,
-    and up to 1e9 elements after their use. So buckets get the size that ours have, and stage 3 keeps nothing.
+    Some defaults are for models of billions of parameters, and would make its stages 2 and 3 keep a small model whole:
+    a bucket has 5e8 elements (2 GB), and stage 3 always keeps parameters of up to 1e5 elements whole, and up to 1e9
+    elements after their use. So buckets get the size of our buckets, and stage 3 keeps nothing.
     """
     mib = int(default_bucket_mb(model.parameters()))  # whole ones: it wants an even number of elements
     bucket = mib * 2**18  # elements of 4 bytes
-    told = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text())
-    told["bf16"] = {"enabled": dtype is torch.bfloat16}
-    sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
-    told["zero_optimization"] |= {"stage": stage, **dict.fromkeys(sizes, bucket)}
-    return told
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # only for its own reports: batches of any size can be passed in
+        "gradient_clipping": 0.0,  # the default is 1.0 and would change the losses
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW, as in all other engines
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": False,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": bucket,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
 
 
 def stage1(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
