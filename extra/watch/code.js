@@ -161,7 +161,7 @@ class Code {
     const { rec, rank } = this, [chapter, line] = this.place, events = eventsOf(this.byLine[`${chapter}:${line}`]);
     const at = `Rank ${rank}${still ? " is still" : ""} at zero${chapter}.py, line ${line}`;
     if (!isCaused(rec, last)) return `${at}. No line caused this: the collective ended in the background.`;
-    return `${at}: event ${events.indexOf(last) + 1} of ${events.length} that this line causes.`;
+    return `${at}: number ${events.indexOf(last) + 1} of the ${this.times(events.length)} that it causes.`;
   }
 
   drawWay(way) {

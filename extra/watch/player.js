@@ -60,7 +60,9 @@ const watch = {
       $("command").textContent = rec.about.command || "";
       $("note").textContent = rec.about.note || "";
       $("note").hidden = !rec.about.note;
-      for (const item of document.querySelectorAll("#parts span")) item.hidden = !rec.parts.includes(item.dataset.part);
+      for (const item of document.querySelectorAll("#parts [data-part]")) item.hidden = !rec.parts.includes(item.dataset.part);
+      const ranks = rec.live.map((_, rank) => `rank ${rank}`).join(" | ");
+      $("whose").textContent = `Live bytes of ${rec.title}, ${ranks}:`;
     }
     this.go(k);
   },
