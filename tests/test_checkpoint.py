@@ -723,9 +723,9 @@ def one_group(model):
     [
         ({"odd": False}, "missing 'scale', 'empty'"),
         ({"dtype": torch.float32}, "torch.float32 of shape"),
-        ({"groups": one_group}, "other parameter groups"),
-        ({"make_optimizer": OPTIMIZERS["adam"]}, "is Adam's, and the optimizer here is AdamW"),
-        ({"make_optimizer": OPTIMIZERS["sgd"]}, "is SGD's, and the optimizer here is AdamW"),
+        ({"groups": one_group}, "different parameter groups"),
+        ({"make_optimizer": OPTIMIZERS["adam"]}, "is from Adam, but the optimizer here is AdamW"),
+        ({"make_optimizer": OPTIMIZERS["sgd"]}, "is from SGD, but the optimizer here is AdamW"),
     ],
 )
 @on_every_rank
@@ -763,7 +763,7 @@ def test_another_optimizer_of_torchs_own_is_refused(ranks, kind, tmp_path):
         optimizer = OPTIMIZERS[kind](groups_of(model))
         torch_save((model, optimizer), tmp_path / "theirs")
     dist.barrier()
-    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "is not AdamW's")
+    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "is not from AdamW")
 
 
 @two_ranks

@@ -1,6 +1,6 @@
-"""This machine's accelerator, whatever torch was built for: CUDA, AMD's ROCm (torch calls it cuda), XPU and others.
+"""This machine's accelerator, for any build of torch: CUDA, AMD's ROCm (torch calls it cuda), XPU and others.
 
-One path for all: `torch.accelerator`, and `torch.get_device_module(device)` for what a kind has besides.
+The code uses `torch.accelerator` for all of them, and `torch.get_device_module(device)` for the rest.
 """
 
 import torch
@@ -8,23 +8,23 @@ import torch.distributed as dist
 
 
 def kind() -> str:
-    """What torch calls it, "cuda" or "xpu" for example; "cpu" where it sees none."""
+    """torch's name for it, for example "cuda" or "xpu", or "cpu" if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
 def count() -> int:
-    """How many there are: 0 without one."""
+    """The number of accelerators, 0 without one."""
     return torch.accelerator.device_count()
 
 
-def carries(group=None) -> bool:
-    """Whether the group's collectives take tensors on the accelerator, and not in the host's memory ("cpu:gloo")."""
+def sends_from_accelerator(group=None) -> bool:
+    """Whether the group's collectives work on tensors on the accelerator, and not only in host memory ("cpu:gloo")."""
     return any(part.rpartition(":")[2] not in ("gloo", "fake") for part in dist.get_backend(group).split(","))
 
 
 def device_of(group=None) -> torch.device:
-    """Where this rank's tensors for the group's collectives must be: the CPU, or this rank's accelerator."""
-    if not carries(group):
+    """The device of this rank's tensors for the group's collectives: the CPU, or this rank's accelerator."""
+    if not sends_from_accelerator(group):
         return torch.device("cpu")
     return torch.device(kind(), torch.accelerator.current_device_index())

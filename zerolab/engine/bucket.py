@@ -23,7 +23,7 @@ class EngineBucket(Bucket):
         *name_and_module, named_params = named
         self.options = options
         self.trained = named_params[0][1].requires_grad
-        # With tensor parallelism a parameter is a DTensor, and what this rank computes with is its local part.
+        # With tensor parallelism a parameter is a DTensor, and this rank computes with its local part.
         locals_ = [(name, local(param)) for name, param in named_params]
         self.shapes = [param.shape for _, param in locals_]
         super().__init__(*name_and_module, locals_, group)
@@ -50,7 +50,7 @@ class EngineBucket(Bucket):
         return flat[begin : begin + shape.numel()].view(shape)
 
     def places(self, flat):
-        """The places of all parameters: as `place`, in one cut."""
+        """The places of all parameters: like `place`, with a single split."""
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[::2], self.shapes)]
 
     def flatten(self):
@@ -59,7 +59,7 @@ class EngineBucket(Bucket):
         return flat
 
     def make_shard(self):
-        """With mixed precision and offload the shard has its own memory, also in ZeRO-1 and -2."""
+        """With mixed precision or offload the shard has its own memory in ZeRO-1 and -2 too."""
         shard = super().make_shard()
         dtype = precision.compute_dtype(self.params[0], self.options)
         if dtype != self.flat.dtype:
@@ -109,7 +109,7 @@ class EngineBucket(Bucket):
             self.grads.append(self.place(self.gradient, index) if plain else None)
 
     def take_gradient(self, param):
-        """`param.grad`, which is None from now on. Of a DTensor the local part."""
+        """Return `param.grad`, or the local part of a DTensor, and set `param.grad` to None."""
         gradient = checks.get_grad(param)
         checks.set_grad(param, None)
         if gradient is None:
@@ -133,7 +133,7 @@ class EngineUnit(EngineBucket, Unit):
 
 
 class EngineReduction(Reduction):
-    """A reduction in `reduce_dtype`, of what `no_sync` kept as well; its shard goes to replicas and to the host."""
+    """A reduction in `reduce_dtype` that adds gradients kept by `no_sync`, averages over replicas, and offloads."""
 
     def lay_out_gradients(self):
         bucket = self.bucket
@@ -144,7 +144,7 @@ class EngineReduction(Reduction):
         for param, place in zip(bucket.params, places):
             if param in bucket.kept:
                 place.copy_(bucket.kept[param])
-        given = [index for index, gradient in enumerate(gradients) if gradient is not None]  # others send zeros
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]  # for others send zeros
         if given:
             write = torch._foreach_add_ if bucket.kept else torch._foreach_copy_
             write([places[index] for index in given], [gradients[index] for index in given])

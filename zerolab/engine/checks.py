@@ -21,7 +21,7 @@ from zerolab.engine.together import on_all_ranks
 
 get_grad = torch._C.TensorBase.grad.__get__  # `param.grad` and `param.grad = ...`, without the checks below
 set_grad = torch._C.TensorBase.grad.__set__
-without_checks = torch._C.DisableTorchFunctionSubclass  # else each look at a freed parameter calls Python once more
+without_checks = torch._C.DisableTorchFunctionSubclass  # saves the call of __torch_function__ for freed parameters
 
 
 class EngineParameter(nn.Parameter):
@@ -70,7 +70,7 @@ class FreedParameter(EngineParameter):
 
 
 VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}  # properties that give access to the values
-METADATA = {  # methods that do not
+METADATA = {  # methods that do not give access to them
     "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "is_complex",
     "is_floating_point", "get_device", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__",
     "register_post_accumulate_grad_hook", "_is_view", "is_same_size", "is_shared", "is_inference", "empty_like",
@@ -79,7 +79,7 @@ METADATA = {  # methods that do not
 
 
 def reads_values(function):
-    """Whether a function that is called with a parameter looks at its values. A property arrives as its getter."""
+    """Whether a function reads the values of its parameter. For a property, `function` is the getter."""
     name = function.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return function.__self__.__name__ in VALUES
@@ -101,7 +101,7 @@ def name_of(param):
 
 
 def adopt(buckets):
-    """Give the parameters their class. Not DTensors and other subclasses, nor fake tensors, which have no values."""
+    """Give the parameters their class, except for DTensors, other subclasses and fake tensors, which have no values."""
     for bucket in buckets:
         for param in bucket.params:
             if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped
@@ -125,7 +125,7 @@ def mark_gathered(params):
 
 
 def check_build(model, optimizer, options, **others):
-    """Raise on all ranks what is wrong with the model or an option on one, or that they differ between ranks."""
+    """Raise an error on all ranks if the model or an option is wrong on one rank, or differs between ranks."""
 
     def check():
         check_model(model)
@@ -168,7 +168,7 @@ def check_model(model):
             raise ValueError(f"{name or 'the model'!r} is scripted and does not support hooks: pass the plain module")
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
-                f"{name!r} has max_norm: its forward writes to its weights, on each rank for its own batch, so the "
+                f"{name!r} has max_norm: its forward changes its weights, on each rank for a different batch, so the "
                 "ranks' weights would diverge. Build the embedding without it"
             )
     devices = {param.device for param in model.parameters() if not param.is_meta}
@@ -183,8 +183,8 @@ def check_model(model):
             first = owner.setdefault((local.untyped_storage()._cdata, local.storage_offset()), name)
             if first != name:
                 raise ValueError(
-                    f"{first!r} and {name!r} share memory, and would not after the build. To tie two weights, use one "
-                    "parameter for both (a.weight = b.weight)"
+                    f"{first!r} and {name!r} share memory, and would no longer share it after the build. To tie two "
+                    "weights, use one parameter for both (a.weight = b.weight)"
                 )
 
 
@@ -193,7 +193,7 @@ def check_has_values(model):
     on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if on_meta:
         raise ValueError(
-            f"{some(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
+            f"{shorten(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
             "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
         )
 
@@ -229,13 +229,13 @@ def check_first_order():
     """Raise RuntimeError in ZeRO-3's backward under `create_graph=True`. Its graph would hold freed weights."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: take "
+            "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: use "
             "ZeRO1Engine or ZeRO2Engine for gradient penalties. Call engine.zero_grad() before the next step"
         )
 
 
 def check_one_backward(engine):
-    """Raise RuntimeError if a backward begins inside another one. ZeRO-3 would take the outer one to be over."""
+    """Raise RuntimeError if a backward begins inside another one. ZeRO-3 would treat the outer one as finished."""
     if engine.backward_id not in (None, torch._C._current_graph_task_id()):
         raise RuntimeError(
             "a backward began inside another one, as reentrant checkpoints do: pass use_reentrant=False to "
@@ -256,11 +256,11 @@ def check_gradients(buckets, find_unused):
             elif param not in bucket.used:
                 missing.append(name)
     if kept:
-        raise RuntimeError(f"gradients of {some(kept)} were kept by no_sync(): the last backward must run outside")
+        raise RuntimeError(f"gradients of {shorten(kept)} were kept by no_sync(): the last backward must run outside")
     if missing and not find_unused:
         raise RuntimeError(
-            f"no gradient for {some(missing)}: use every trained parameter in every step, freeze it before the build, "
-            "or build the engine with find_unused=True"
+            f"no gradient for {shorten(missing)}: use every trained parameter in every step, freeze it before the "
+            "build, or build the engine with find_unused=True"
         )
 
 
@@ -272,7 +272,10 @@ def check_cleared(buckets):
 
 
 def check_memory(buckets):
-    """Raise RuntimeError if a parameter has left its buffer, after `model.to(...)` for example. One look per bucket."""
+    """Raise RuntimeError if a parameter has left its buffer, for example after `model.to(...)`.
+
+    Checks one parameter per bucket.
+    """
     for bucket in buckets:
         for name, param in zip(bucket.names, bucket.params):
             storage = tensor_parallel.local(param).untyped_storage()
@@ -285,11 +288,11 @@ def check_memory(buckets):
 
 
 def check_step(engine, optimizer):
-    """Before each `optimizer.step()`. Outside of `engine.step()` the gradients were not reduced."""
+    """Raise RuntimeError for `optimizer.step()` outside of `engine.step()`: gradients may not be reduced."""
     if engine is not None and not engine.updating:
         raise RuntimeError("optimizer.step() was called by itself, and gradients may not be reduced: use engine.step()")
 
 
-def some(names):
-    """A list of names for a message, not too long."""
+def shorten(names):
+    """The first 8 names and the number of the others, for a message."""
     return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -8,8 +8,8 @@ shard, so it costs no memory. It joins the group that its parameter was in, and 
     flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.
     rank 1               aaa bbb cccc                 three pieces: the end of a, all of b, the start of c
 
-Groups were chosen on the real parameters, by shape, name or mark, before the engine took the optimizer over. A rank
-that owns nothing of a group has an empty group. The price: AdamW keeps a 4-byte step counter per piece, and updates
+You choose groups on the real parameters, by shape, name or attribute, before the engine takes over the optimizer. If a
+rank owns no element of a group, its group is empty. The price: AdamW keeps a 4-byte step counter per piece, and updates
 many small tensors instead of a few large ones.
 
 DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per parameter.
@@ -17,7 +17,7 @@ DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per p
 
 
 def cut(bucket, shard):
-    """{parameter: its elements in this rank's `shard` (shard_numel,)}, 1-D views, for those that have any there."""
+    """{parameter: its elements in `shard` (shard_numel,), a 1-D view}, for parameters that have any on this rank."""
     pieces = {}
     for param, shape, offset in zip(bucket.params, bucket.shapes, bucket.offsets):
         begin = max(offset - bucket.own.start, 0)
@@ -56,7 +56,7 @@ def take_over(optimizer, buckets):
 
 
 def hand_out_gradients(bucket):
-    """The end of step 3: each piece gets its part of the shard's gradient, as a view."""
+    """The end of step 3: each piece gets a view of its part of the shard's gradient."""
     gradients = {} if bucket.shard.grad is None else cut(bucket, bucket.shard.grad)
     for param, piece in bucket.pieces.items():
         piece.grad = gradients.get(param)

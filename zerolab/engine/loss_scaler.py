@@ -3,9 +3,9 @@
 float16 has no small numbers, so the loss is multiplied by a large scale before backward, and gradients are divided by
 it afterwards. If a gradient overflows, the step is skipped and the scale is halved. After step 3 an overflow is in one
 rank's shard only. Torch's own scaler would skip the step on that rank and make it on the others, and the weights would
-diverge. Here the decision is one for all ranks, for an all-reduce of 4 bytes.
+diverge. Here all ranks make the same decision, which costs an all-reduce of 4 bytes.
 
-FSDP1 has `ShardedGradScaler` for this; with FSDP2's DTensors torch's own scaler works.
+FSDP1 has `ShardedGradScaler` for this. FSDP2 uses DTensors, for which torch's own scaler works.
 """
 
 import torch
@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device or accelerator.kind(), **options)
 
     def unscale_(self, engine):
-        """Divide the gradients by the scale, and find out whether a rank has an infinite one. A collective."""
+        """Divide the gradients by the scale, and check whether any rank has an infinite one. A collective."""
         if not self.is_enabled():
             return
         engine.reduce_gradients()

@@ -4,13 +4,13 @@
         model = Model()                                      # no memory
     engine = ZeRO3Engine(model, torch.optim.AdamW(model.parameters(), fused=True), init_fn=init_fn)
 
-Without this, every rank must hold the whole model once before ZeRO-3 can cut it: 4Ψ bytes. Here a unit gets memory on
-this rank's device, its values, and is freed again before the next one: the peak at the build is the shards and two
-copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`: a
-dictionary of whole tensors, or the folder of a checkpoint, of which rank 0 reads one tensor at a time. Rank 0's values
-are broadcast, so only rank 0's matter.
+Without this, every rank must hold the whole model once, 4Ψ bytes, before ZeRO-3 can shard it. Here each unit gets
+memory on this rank's device and its values, and is freed before the next one. So the peak during the build is the
+shards and two copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from
+`state_dict`. This is a dictionary of whole tensors, or the folder of a checkpoint, from which rank 0 reads one tensor
+at a time. Rank 0's values are broadcast, so only rank 0's values matter.
 
-FSDP2 has the same two steps: `fully_shard` on meta, then `to_empty` and an initialisation of the shards.
+FSDP2 has the same two steps: `fully_shard` on meta, then `to_empty` and an initialization of the shards.
 """
 
 import os
@@ -25,16 +25,16 @@ from zerolab.engine.together import on_all_ranks
 
 
 class Source:
-    """Where the values of a model on `meta` come from. For other models it does nothing."""
+    """The source of the values of a model on `meta`. For other models it does nothing."""
 
     def __init__(self, init_fn, state_dict):
         self.init_fn = init_fn
         self.state_dict = state_dict  # {name: tensor}, or a folder
         self.folder = None  # the checkpoint, if `state_dict` is a folder
-        self.error = None  # what `init_fn` raised; all ranks hear of it in `finish`
+        self.error = None  # the error that `init_fn` raised; `finish` raises it on all ranks
 
     def check(self, model, options):
-        """Raise on all ranks if there are no values, or no tensors to give them to, or if the two do not match."""
+        """Raise an error on all ranks if there are no values, no tensors on `meta`, or if the two do not match."""
         on_all_ranks(lambda: self.check_here(model, options), options.everyone)
 
     def check_here(self, model, options):
@@ -67,7 +67,7 @@ class Source:
                 )
 
     def values(self, group):
-        """{name: tensor}; from a checkpoint's folder, tensors on meta, which have the shapes only."""
+        """{name: tensor}. For the folder of a checkpoint these are tensors on meta, which have only the shapes."""
         if isinstance(self.state_dict, (str, os.PathLike)):
             path = reader.newest(self.state_dict)
             return reader.Folder(path, dist.get_rank(group), dist.get_world_size(group)).model_on_meta()
@@ -90,7 +90,7 @@ class Source:
                 self.fill(name, param.data)
 
     def fill(self, name, tensor):
-        """The values of one tensor. An error is kept until `finish`, because other ranks wait in the next broadcast."""
+        """Fill one tensor. An error is stored until `finish`, because other ranks wait in the next broadcast."""
         if self.error is not None:
             return
         try:
@@ -103,14 +103,14 @@ class Source:
                 result = self.init_fn(name, tensor)
                 if isinstance(result, torch.Tensor) and result.data_ptr() != tensor.data_ptr():
                     raise TypeError(
-                        f"init_fn returned a new tensor for {name!r}: it must fill the one that it gets, in place, as "
-                        "tensor.normal_() does"
+                        f"init_fn returned a new tensor for {name!r}: it must fill its argument in place, for example "
+                        "with tensor.normal_()"
                     )
         except Exception as error:
             self.error = error
 
     def finish(self):
-        """The end of step 0: buffers get memory and values, too. Raises on all ranks what `init_fn` raised on one."""
+        """The end of step 0: buffers get memory and values too. Raises an error of `init_fn` on all ranks."""
         filled = []
         made = {}  # a buffer may have several names
         for prefix, module in self.model.named_modules():
@@ -131,8 +131,8 @@ class Source:
 
 
 def device_for(group):
-    """Where a model on `meta` is to live: this rank's accelerator, if the group communicates there."""
-    if accelerator.carries(group):
+    """The device for a model on `meta`: this rank's accelerator, if the group communicates there."""
+    if accelerator.sends_from_accelerator(group):
         return accelerator.device_of(group)
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default

@@ -1,7 +1,7 @@
 """Mixed precision: compute and communicate in one dtype, keep the shards in another.
 
-With `param_dtype=torch.bfloat16` a model of float32 parameters computes in bfloat16. What is gathered is a rounded copy
-of the shards; the shards, which the optimizer updates, stay in float32. bfloat16 has 8 significant bits, so an update
+With `param_dtype=torch.bfloat16` a model of float32 parameters computes in bfloat16. The optimizer updates the shards,
+which stay in float32. A gather sends a rounded copy of them. bfloat16 has 8 significant bits, so an update
 that is 256 times smaller than its weight would be lost. `reduce_dtype=torch.float32` sums the gradients of all ranks in
 float32, although backward computed them in bfloat16.
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 
 def compute_dtype(param, options):
-    """The dtype to compute in. Integer parameters, such as quantized frozen weights, keep theirs."""
+    """The dtype to compute in. Integer parameters, such as quantized frozen weights, keep their dtype."""
     if options.param_dtype is None or not param.is_floating_point():
         return param.dtype
     return options.param_dtype
@@ -34,17 +34,17 @@ def reduce_dtype(param, options):
 
 
 def alignment(param, options):
-    """As in the chapter, 16 bytes or 256, of the smaller of both dtypes, in elements."""
+    """As in the chapter, 16 or 256 bytes in elements, here of the smaller of both dtypes."""
     nbytes = 16 if param.device.type == "cpu" else 256
     size = min(param.element_size(), compute_dtype(param, options).itemsize)
     return max(1, nbytes // size)
 
 
 def divisors(dtype, world_size):
-    """(what to divide gradients by before they are summed over the ranks, what to divide the sum by).
+    """The divisor of the gradients before they are summed over the ranks, and the divisor of the sum.
 
-    float16 ends at 65,504, and a sum of N numbers can exceed it where their mean does not. So in float16 a part of the
-    division comes first: by a power of two, which loses no digits. Other dtypes have room for the sum.
+    The largest float16 is 65,504. A sum of N numbers can exceed it even if their mean does not. So float16 gradients
+    are divided by a power of two first, which is exact. Other dtypes have room for the sum.
     """
     if dtype != torch.float16:
         return 1, world_size
@@ -53,16 +53,16 @@ def divisors(dtype, world_size):
 
 
 def sendable(tensor):
-    """A flat tensor on the same memory: as it is, or as bytes, because gloo and NCCL cannot send every dtype."""
+    """A flat tensor on the same memory. It is a view as bytes if gloo and NCCL cannot send the dtype."""
     if tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return tensor.reshape(-1)
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def cast_inputs(module, dtype):
-    """Have floating point inputs of `module` cast to `dtype` before its forward.
+    """Cast floating point inputs of `module` to `dtype` before its forward.
 
-    FSDP2 casts at each module that it wraps, so that a float32 buffer between two of them does no harm.
+    Like FSDP2, engines do this for every unit, in case the model computes in float32 between two of them.
     """
 
     def cast(value):

@@ -9,11 +9,11 @@ replicas.
     replica 0        rank 0    rank 1    rank 2    rank 3     gather and reduce-scatter along the rows
     replica 1        rank 4    rank 5    rank 6    rank 7     all-reduce along the columns: 1/4 of the elements
 
-The cost: each row holds everything once, so memory is divided by the length of a row and not by the number of
-ranks. Across the nodes a rank sends 2Ψ/S elements per step (S: length of a row), and not 3Ψ.
+The cost: each row holds everything once, so memory is divided by the length S of a row instead of the number of ranks.
+Across the nodes a rank sends 2Ψ/S elements per step instead of 3Ψ.
 
-`fully_shard(mesh=...)` with a mesh of two dimensions does the same, as does FSDP1's HYBRID_SHARD. MiCS (Zhang et al.,
-2022) is the paper. FSDP2 runs the all-reduce on a separate stream; here backward waits for it.
+`fully_shard(mesh=...)` with a mesh of two dimensions does the same, and so does FSDP1's HYBRID_SHARD. The paper is MiCS
+(Zhang et al., 2022). FSDP2 runs the all-reduce on a separate stream; here backward waits for it.
 """
 
 import torch.distributed as dist

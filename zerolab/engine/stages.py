@@ -34,7 +34,7 @@ class Engine:
 
     model, optimizer   as for the chapters; the optimizer may have any number of parameter groups
     group              a process group, or a DeviceMesh of one dimension, or of two: (replicas, shards). Default: all
-    param_dtype        the dtype to compute and to gather in, such as torch.bfloat16. Shards keep the parameters' own
+    param_dtype        the dtype to compute and to gather in, such as torch.bfloat16. Shards keep the parameters' dtype
     reduce_dtype       the dtype to reduce gradients in. Default: `param_dtype`
     find_unused        True: a step may leave parameters without a gradient
     offload_policy     torch's `CPUOffloadPolicy()`: shards and optimizer state in the host's memory
@@ -53,7 +53,7 @@ class Engine:
         reduce_dtype=None,
         find_unused=False,
         offload_policy=None,
-        **of_the_chapter,
+        **chapter_options,
     ):
         group, copies, everyone = replicas.groups_of(group)
         self.options = Options(
@@ -68,29 +68,25 @@ class Engine:
         self.sync = True  # False inside `no_sync`
         self.ready = False  # whether the optimizer's pieces have the gradients of all backwards so far
         self.updating = False  # whether `step()` runs
-        self.own_options = dict(of_the_chapter)
+        self.chapter_options = dict(chapter_options)
         self.saving = None  # the thread of `checkpoint.async_save`
-        super().__init__(model, optimizer, group=group, **of_the_chapter)
-
-    @property
-    def buckets_or_units(self):
-        return self.units if hasattr(self, "units") else self.buckets
+        super().__init__(model, optimizer, group=group, **chapter_options)
 
     # Step 0.
 
     def check(self):
-        others = {name: value for name, value in self.own_options.items() if name != "units"}
+        others = {name: value for name, value in self.chapter_options.items() if name != "units"}
         checks.check_build(self.model, self.optimizer, self.options, **others)
 
     def broadcast_untrained(self):
-        """Frozen parameters are in separate buckets, where an option needs that; buffers stay whole."""
+        """Broadcast the buffers. `partition` broadcasts frozen parameters, or puts them into separate buckets."""
         buffers = [buffer for buffer in self.model.buffers() if not buffer.is_meta]
         broadcast_whole(buffers, self.group)
         replicas.broadcast_over(self.options.replicas, buffers)
 
     def take_over_optimizer(self):
         names = {param: state_dict.plain_name(name) for name, param in self.model.named_parameters()}
-        # For checkpoints: which parameters are in which group, also those of which this rank owns nothing.
+        # For checkpoints: the names of each group's parameters, even if this rank owns no element of them.
         self.group_names = [[names[param] for param in group["params"]] for group in self.optimizer.param_groups]
         groups.take_over(self.optimizer, self.buckets)
         engine = weakref.ref(self)
@@ -110,7 +106,7 @@ class Engine:
     def reduce_gradients(self):
         """Step 3, or the rest of it. From here on every piece in the optimizer has its gradient.
 
-        May be called before `step()`, to look at gradients or to change them. Raises RuntimeError as `step()` does.
+        You can call it before `step()` to read or change gradients. Raises RuntimeError like `step()`.
         """
         if not self.ready:
             checks.check_cleared(self.buckets)
@@ -127,7 +123,7 @@ class Engine:
             self.ready = True
             self.set_moved(True)
         if self.options.offload_policy is not None:
-            # Also in `step()` after a call of yours: a forward in between may still copy shards to the device.
+            # Also in `step()` if you called this method before: a forward in between may still copy shards.
             offload.wait_for_copies(self.buckets[0].flat.device)
 
     def zero_grad(self):
@@ -144,7 +140,7 @@ class Engine:
                 piece.grad = None
 
     def set_moved(self, moved):
-        """Whether reading `param.grad` is an error. In ZeRO-1 `param.grad` stays in its place."""
+        """Set whether reading `param.grad` is an error. In ZeRO-1 it never is, because gradients stay in place."""
 
     def shards_changed(self):
         """Called after something other than the optimizer has written to the shards."""
@@ -220,7 +216,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
                 param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def on_gradient(self, param):
-        """`param.grad` is finished. The chapter does not need to know; here it may have to move to the bucket."""
+        """`param.grad` is finished. The chapter needs no such hook, but here the gradient may have to move."""
         bucket, index = self.place_of[param]
         bucket.used.add(param)
         self.ready = False
@@ -289,7 +285,7 @@ class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
         super().on_gradient(param)
 
     def notice_backward(self):
-        """The first time in a backward: have autograd call `flush` when it is over."""
+        """On the first call in a backward, have autograd call `flush` when the backward is over."""
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
             self.backward_id = number
@@ -305,10 +301,11 @@ class ZeRO2Engine(SendingEngine, BucketEngine, ZeRO2):
 class ZeRO3Engine(SendingEngine, ZeRO3):
     """ZeRO-3 with the options of `Engine`, the chapter's `units` and `prefetch`, and
 
-    reshard_after_forward   False: units stay gathered from forward to backward. Sends 2Ψ per step and not 3Ψ
+    reshard_after_forward   False: units stay gathered from forward to backward. Sends 2Ψ per step instead of 3Ψ
     init_fn, state_dict     where a model on the `meta` device gets its values from (meta.py)
 
-    A module has one unit per kind of parameter: per dtype, and trained or frozen. Frozen parameters are sharded, too.
+    A module has one unit for each kind of parameter: for each dtype, trained or frozen. Frozen parameters are sharded
+    too.
     """
 
     def __init__(
@@ -316,7 +313,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
     ):
         self.reshard_after_forward = reshard_after_forward
         self.source = meta.Source(init_fn, state_dict)
-        self.at_work = None  # the module, not the root, whose backward began last
+        self.at_work = None  # the module whose backward began last, never the root
         self.waiting = []  # units whose backward is over when backward moves on: frozen ones, and all with find_unused
         super().__init__(*args, units=units, prefetch=prefetch, **options)
         checks.adopt(self.units)
@@ -339,18 +336,18 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     def check(self):
         super().check()
-        units = self.own_options["units"]
+        units = self.chapter_options["units"]
         if units is not None:
-            self.own_options["units"] = units = list(units)
+            self.chapter_options["units"] = units = list(units)
             checks.check_units(self.model, units)
-        prefetch = self.own_options["prefetch"]
+        prefetch = self.chapter_options["prefetch"]
         if prefetch < 0:
             raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
         self.source.check(self.model, self.options)
 
     def partition(self, modules):
         self.source.open(self.model, self.options)
-        units = super().partition(self.own_options["units"] or modules)
+        units = super().partition(self.chapter_options["units"] or modules)
         self.source.finish()
         self.warn_of_large_root(units)
         return units
@@ -366,7 +363,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         return units
 
     def plan_prefetch(self, prefetch):
-        """`prefetch` counts modules here, and a module may have several units."""
+        """Here `prefetch` counts modules, and a module may have several units."""
         units_per_module = {}
         for unit in self.units:
             units_per_module[unit.module] = units_per_module.get(unit.module, 0) + 1
@@ -384,11 +381,11 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
 
     # Forward.
 
-    @torch.compiler.disable  # a compiled unit calls its hooks between two graphs
+    @torch.compiler.disable  # in a compiled unit the hooks run between two graphs
     def before_forward(self, unit, module, inputs):
         if in_backward():
-            # A checkpoint runs several units again, one after the other. Backward has not come to them yet, so it does
-            # not move on from them either.
+            # A checkpoint recomputes several units in a row. Backward has not reached them yet, so it does not leave
+            # them either.
             super().before_backward(unit)
         else:
             super().before_forward(unit, module, inputs)
@@ -430,7 +427,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         super().before_backward(unit)
 
     def leave(self, module):
-        """Backward moves on from `module`. The units that waited for this are done."""
+        """Backward leaves `module`. The units that waited for this are done."""
         for unit in [unit for unit in self.waiting if unit.module is module]:
             self.waiting.remove(unit)
             unit.missing.clear()
@@ -460,7 +457,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
             unit.free()
 
     def flush(self):
-        """The end of backward: what waits is over, in one order on all ranks."""
+        """The end of backward: finish all waiting units, in the same order on all ranks."""
         for unit in self.units[::-1]:
             if unit in self.waiting:
                 self.waiting.remove(unit)
@@ -471,7 +468,7 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         self.flush()
         for unit in self.units:
             if len(unit.missing) == len(unit.params):
-                unit.missing.clear()  # this backward did not come to it: a gradient by the model's inputs, for example
+                unit.missing.clear()  # this backward never reached it, for example a gradient of the inputs only
         self.backward_id = None
         super().end_backward()
 
@@ -480,4 +477,4 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
         self.backward_id = None  # also after a backward that raised an error
 
     def shards_changed(self):
-        self.free_all()  # what is gathered has the old values
+        self.free_all()  # gathered weights have the old values

@@ -1,8 +1,8 @@
-"""Whole weights out of an engine and into one: for inference, for export, for any other tool.
+"""Get whole weights out of an engine or into one: for inference, for export, or for any other tool.
 
 `full_state_dict()` gathers bucket by bucket. Its result is what `model.state_dict()` of the plain model returns, on the
-CPU and on every rank: 4Ψ bytes there. On the device it needs one bucket. To resume training use a sharded checkpoint
-instead (checkpoint/), which gathers nothing and has the optimizer too.
+CPU and on every rank, which takes 4Ψ bytes there. On the device it needs memory for one bucket. To resume training use
+a sharded checkpoint instead (checkpoint/), which gathers nothing and includes the optimizer state.
 
 FSDP2 does this in `torch.distributed.checkpoint.state_dict.get_model_state_dict` with `full_state_dict=True`.
 """
@@ -18,14 +18,14 @@ from zerolab.engine.together import on_all_ranks
 
 
 def plain_name(key):
-    """A name without what torch.compile and activation checkpointing insert into it. Torch saves under this name."""
+    """A name without the parts that torch.compile and activation checkpointing insert. Torch saves under this name."""
     return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def in_three(engine):
-    """The model's `state_dict()` in three: {name: parameter}, {name: buffer}, {name: (module, extra state)}.
+def split_state_dict(engine):
+    """The model's `state_dict()` in three parts: {name: parameter}, {name: buffer}, {name: (module, extra state)}.
 
-    The last are values that modules save besides tensors (`get_extra_state`). Nothing is copied or read.
+    Extra states are values that modules save besides tensors (`get_extra_state`). Nothing is copied or read.
     """
     sharded = {id(param) for bucket in engine.all_buckets for param in bucket.params}
     modules = {}
@@ -47,21 +47,21 @@ def in_three(engine):
 def full_state_dict(engine):
     """Names, shapes, dtypes and values of the whole model's `state_dict()`, on the CPU, on every rank. A collective.
 
-    Buffers, such as BatchNorm's running statistics, may differ between ranks, because each rank has seen other data:
-    rank 0's are returned. So is what modules return from `get_extra_state()`.
+    Buffers, such as BatchNorm's running statistics, may differ between ranks, because each rank has seen different
+    data. Rank 0's buffers are returned, and also rank 0's extra states (`get_extra_state()`).
     """
-    params, buffers, extras = in_three(engine)
+    params, buffers, extras = split_state_dict(engine)
     kinds = {key: (buffer.dtype, tuple(buffer.shape)) for key, buffer in buffers.items()}
     extra = {key: tree_map_only(torch.Tensor, torch.Tensor.cpu, value) for key, (_, value) in extras.items()}
     everyone = on_all_ranks(lambda: (kinds, extra), engine.options.everyone)
     for rank, (other, _) in enumerate(everyone):
         if other != everyone[0][0]:
-            raise ValueError(f"the buffers of rank {rank} have other names, shapes or dtypes than rank 0's")
+            raise ValueError(f"the buffers of rank {rank} have different names, shapes or dtypes from rank 0's")
     values = {}  # id of the model's own tensor -> its whole value
     for bucket in engine.all_buckets:
         flat = bucket.gather_exact()
         for index, param in enumerate(bucket.params):
-            values[id(param)] = tensor_parallel.whole(param, bucket.place(flat, index)).to("cpu", copy=True)
+            values[id(param)] = tensor_parallel.gather_whole(param, bucket.place(flat, index)).to("cpu", copy=True)
     for buffer in buffers.values():
         if id(buffer) not in values and buffer.layout is torch.strided:
             whole = buffer.detach().clone(memory_format=torch.contiguous_format)
@@ -82,7 +82,7 @@ def load_full_state_dict(engine, state):
     is written.
     """
     on_all_ranks(lambda: check_state(engine, state), engine.options.everyone)
-    params, buffers, extras = in_three(engine)
+    params, buffers, extras = split_state_dict(engine)
     for key, (module, _) in extras.items():
         module.set_extra_state(state[key])
     for key, buffer in buffers.items():
@@ -91,19 +91,19 @@ def load_full_state_dict(engine, state):
     offload.wait_for_copies(engine.all_buckets[0].flat.device)
     for bucket in engine.all_buckets:
         for param, piece in own_parts(bucket):
-            values = tensor_parallel.part(param, state[keys[id(param)]]).reshape(-1)
+            values = tensor_parallel.take_part(param, state[keys[id(param)]]).reshape(-1)
             first = first_element(bucket, param)
             piece.copy_(values[first : first + piece.numel()])
     engine.shards_changed()
 
 
 def own_parts(bucket):
-    """(parameter, this rank's elements of it) for each parameter, trained or frozen, of which this rank has any."""
+    """(parameter, this rank's elements of it) for each parameter, trained or frozen, that has any on this rank."""
     return cut(bucket, bucket.shard.detach()).items()
 
 
 def check_state(engine, state):
-    params, buffers, extras = in_three(engine)
+    params, buffers, extras = split_state_dict(engine)
     tensors = params | buffers
     missing = [key for key in (*tensors, *extras) if key not in state]
     unexpected = [key for key in state if key not in tensors and key not in extras]

@@ -5,9 +5,9 @@ dimension has a part of the matrix and computes with it. An engine shards this l
 `ZeRO3Engine(model, optimizer, group=mesh["data"])`. FSDP2 composes in the same way. For plain parameters every function
 here returns its argument.
 
-**Pipelines.** A stage of `torch.distributed.pipelining` calls a module and knows no engine, so it gets
+**Pipelines.** A stage of `torch.distributed.pipelining` calls a module, so wrap the engine:
 `PipelineStage(AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches
-when all backwards are over. Gradients of ZeRO-2 and -3 have left `param.grad` by then, which is an error. So pass
+after all backwards. By then ZeRO-2 and -3 have moved the gradients into the shards, so this raises an error. Pass
 `scale_grads=False` to the schedule, and divide the loss by the number of micro-batches.
 """
 
@@ -35,22 +35,22 @@ def local(param):
 
 
 def local_gradient(gradient):
-    """As `local`, of a gradient. If it is a part of a sum, the ranks of its mesh add it up first."""
+    """Like `local`, for a gradient. If it is a partial sum, the ranks of its mesh add it up first."""
     if not isinstance(gradient, DTensor):
         return gradient
     summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
     return gradient.redistribute(placements=summed)._local_tensor
 
 
-def whole(param, part):
-    """The whole values of `param`, of which this rank has `part`. A collective of the tensor dimension."""
+def gather_whole(param, part):
+    """The whole values of `param`, of which this rank has `part`. A collective over the tensor dimension."""
     if not isinstance(param, DTensor):
         return part
     split = DTensor.from_local(part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
     return split.full_tensor()
 
 
-def part(param, values):
+def take_part(param, values):
     """This rank's part of the whole `values` of `param`."""
     if not isinstance(param, DTensor):
         return values
@@ -64,14 +64,14 @@ def mesh_of(params):
     return next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
 
 
-def counts(param, mesh):
+def is_counted(param, mesh):
     """Whether this rank's part of `param` belongs in a sum over the tensor dimension. Replicated parts count once."""
     is_split = isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
     return mesh is None or is_split or mesh.get_local_rank() == 0
 
 
 def gather_over(mesh, value):
-    """The values (0-d) of all ranks of the tensor dimension, (their number,). A collective."""
+    """One 0-d value from every rank of the tensor dimension, stacked. A collective."""
     if mesh is None:
         return value.reshape(1)
     values = [torch.empty_like(value) for _ in range(mesh.size())]
@@ -80,7 +80,7 @@ def gather_over(mesh, value):
 
 
 def check_split(model, group, param_dtype):
-    """Raise ValueError for DTensors that cannot be sharded once more."""
+    """Raise ValueError for DTensors that an engine cannot shard."""
     ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
@@ -91,7 +91,7 @@ def check_split(model, group, param_dtype):
                 "over another dimension of the mesh: pass group=mesh['its name'], or build a new model"
             )
         if any(placement.is_partial() for placement in param.placements):
-            raise ValueError(f"parameter {name!r} is a part of a sum ({param.placements}): redistribute it first")
+            raise ValueError(f"parameter {name!r} is a partial sum ({param.placements}): redistribute it first")
         if param_dtype not in (None, param.dtype):
             raise ValueError(
                 f"parameter {name!r} is a DTensor of {param.dtype}, and param_dtype={param_dtype} would change it: "

@@ -1,4 +1,4 @@
-"""For all ranks together: an error of one is raised on all, so that no rank waits forever; a group is made."""
+"""Functions that all ranks call together: raise one rank's error on every rank, so that none waits; make a group."""
 
 import secrets
 
@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def on_all_ranks(work, group):
-    """Call `work()` on every rank. Returns the list of what all ranks' calls returned. A collective.
+    """Call `work()` on every rank. Returns the list of the results of all ranks. A collective.
 
-    If it raises an error on some ranks, every rank raises the error of the first of them.
+    If it raises an error on any rank, every rank raises the error of the first such rank.
     """
     result = error = None
     try:
@@ -28,14 +28,14 @@ def on_all_ranks(work, group):
 
 
 def all_succeed(work, group):
-    """As `on_all_ranks`, but returns the result of this rank's call only, which is not sent."""
+    """Like `on_all_ranks`, but returns only the result of this rank, and does not send it."""
     results = []
     on_all_ranks(lambda: results.append(work()), group)
     return results[0]
 
 
 def portable(error):
-    """An error that every rank can unpickle and raise with one message."""
+    """A copy of the error that every rank can unpickle, with a single message."""
     if error is None:
         return None
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
@@ -50,11 +50,11 @@ def portable(error):
 
 
 def make_group(ranks, groups, backend=None):
-    """A new process group of `ranks`. A collective of these ranks only, and not of all, as `dist.new_group` is.
+    """A new process group of `ranks`. Only these ranks call it; `dist.new_group` must be called on all ranks.
 
-    torch names a group by how many groups a rank has made. If that differs between ranks, so do the names, and the
-    ranks wait for each other forever. So the first rank chooses the number, and sends it along `groups`, which exist
-    already and together reach all `ranks`.
+    torch names a group after the number of groups that this rank has made. If this number differs between ranks, so do
+    the names, and the ranks wait for each other forever. So the first rank chooses a number and broadcasts it over
+    `groups`, which exist already and together reach all `ranks`.
     """
     number = [secrets.randbits(60)]
     for group in groups:

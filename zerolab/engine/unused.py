@@ -8,7 +8,7 @@ no gradient, so the optimizer skips them as in plain PyTorch: no weight decay, n
 The cost: an all-reduce of one byte per parameter in each step, and the host waits for its result. ZeRO-2 sends
 buckets that are incomplete only after backward. All ranks must still run the same units in the same order.
 
-DDP's option is `find_unused_parameters=True`. It walks the graph after each forward; this walks nothing.
+DDP's option is `find_unused_parameters=True`. It walks the graph after each forward, which an engine does not need.
 """
 
 import torch

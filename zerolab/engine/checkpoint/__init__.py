@@ -4,20 +4,21 @@
     extra = checkpoint.load(engine, "run")       # the newest one; {"step": 100}
 
 Every rank writes its pieces of each parameter and of the optimizer state into its own file: 12Ψ/N bytes with float32
-and AdamW. Nothing is gathered, and nothing but the list of contents is sent. (`full_state_dict` sends Ψ elements, holds
-4Ψ bytes on every rank, and has no optimizer state.)
+and AdamW. Nothing is gathered, and only the list of contents is sent. (`full_state_dict` sends Ψ elements, holds 4Ψ
+bytes on every rank, and has no optimizer state.)
 
 The format is torch.distributed.checkpoint's (DCP), with the names and shapes of `get_model_state_dict` and
-`get_optimizer_state_dict`. So FSDP2, DDP and a plain model load these checkpoints, and theirs can be loaded here. What
-DCP does not have: checksums, a folder that is either complete or not a checkpoint, and reading without running code.
+`get_optimizer_state_dict`. So FSDP2, DDP and a plain model can load these checkpoints, and an engine can load theirs.
+DCP itself has no checksums, does not protect a folder from a crash in the middle of a save, and may run code from the
+files when it reads them.
 
 | file | the idea |
 |---|---|
-| `rectangles.py` | a piece is a run of elements, and DCP stores rectangles |
-| `saving.py` | what is saved, and in the background while training goes on |
-| `folders.py` | a crash in the middle of a save leaves the earlier checkpoints and no half of a new one |
-| `loading.py` | does it fit this engine? Only then is anything changed |
-| `reader.py` | files that are damaged, or written by a stranger |
+| `rectangles.py` | a piece is a run of elements, but DCP stores rectangles |
+| `saving.py` | what is saved, and saving in the background while training continues |
+| `folders.py` | a crash in the middle of a save keeps the earlier checkpoints and leaves no incomplete one |
+| `loading.py` | check that a checkpoint fits the engine before anything is changed |
+| `reader.py` | files that are damaged, or written by somebody you do not trust |
 | `metadata.py` | reading DCP's list of contents, a pickle, without running code |
 """
 

@@ -1,11 +1,11 @@
-"""A checkpoint's folder, which at every moment is either complete or not a checkpoint.
+"""A folder of a checkpoint, which is always either complete or not recognized as a checkpoint.
 
 All ranks write into a folder "000007.partial". When all files are on disk, rank 0 writes their SHA-256 into it and
-renames it to "000007". The file system renames it at once or not at all. A crash before that leaves a folder that
-nobody takes for a checkpoint, and the next save deletes it.
+renames it to "000007". A rename is atomic. A crash before it leaves a partial folder, which `load` ignores and the next
+save deletes.
 
-Why a new folder for each save: DCP overwrites files in place. After a crash in the middle the old `.metadata` still
-matches, and the mix of old and new values loads without an error.
+Each save needs a new folder, because DCP overwrites files in place. After a crash in the middle the old `.metadata`
+still matches, and the mix of old and new values loads without an error.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from zerolab.engine.together import all_succeed, on_all_ranks
 
 
 def make_folder(folder, keep):
-    """Rank 0 only: an empty partial folder with the next number in `folder`. Deletes what crashes have left."""
+    """Rank 0 only: make a partial folder with the next number in `folder`. Deletes partial folders left by crashes."""
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a number of checkpoints, 1 or more, or None for all, got {keep!r}")
     folder = Path(folder)
@@ -41,19 +41,20 @@ def make_folder(folder, keep):
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer. It also notes in `.metadata` that there are checksums, so that a reader misses the file."""
+    """DCP's writer. It also records in `.metadata` that there are checksums, so that a reader notices a lost file."""
 
     def storage_meta(self):
         return dataclasses.replace(super().storage_meta(), modules=[SUMS])
 
 
 def write(state, path, keep, group):
-    """Write this rank's part of `state` into the partial folder, and complete it. A collective.
+    """Write this rank's part of `state` into the partial folder, and complete the folder. A collective.
 
-    Returns the bytes that this rank has written. If it fails, every rank raises the error, and the folder is deleted.
+    Returns the number of bytes that this rank has written. If a rank fails, every rank raises the error, and the folder
+    is deleted.
     """
     rank = dist.get_rank(group)
-    # Without `per_thread_copy_ahead=0` torch makes a stream on GPU 0, even for tensors on the CPU.
+    # Without `per_thread_copy_ahead=0` torch creates a stream on GPU 0, even for tensors on the CPU.
     writer = Writer(path, per_thread_copy_ahead=0)
     # Replicas have the same pieces: the first replica writes them. By default DCP spreads them over all replicas.
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, flatten_sharded_tensors=False)
@@ -95,7 +96,7 @@ def complete_folder(path, sums, keep):
 def delete_old(folder, keep):
     for old in complete(folder)[: -keep if keep else 0]:
         with contextlib.suppress(OSError):  # it stays, and the next save tries again
-            # Renamed first, because a crash amid the deletion would leave half of a checkpoint.
+            # Renamed first, because a crash during the deletion would leave an incomplete checkpoint.
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
 

@@ -1,9 +1,9 @@
-"""Loading: does the checkpoint fit this engine? Only then is anything changed.
+"""Loading: check that the checkpoint fits the engine before anything is changed.
 
-Every rank reads the rectangles that overlap its own pieces, whoever wrote them. So it does not matter how many ranks
-there were, or whether the writer was an engine, FSDP2 or a plain model. All values are read into the host's memory
-first, 12Ψ/N bytes with float32 and AdamW. If any rank fails, all ranks raise its error, and no engine has changed.
-(DCP's `load` writes into the model's own tensors while it reads.)
+Every rank reads the rectangles that overlap its pieces. So it does not matter how many ranks wrote the checkpoint, or
+whether the writer was an engine, FSDP2 or a plain model. All values are read into the host's memory first, 12Ψ/N bytes
+with float32 and AdamW. If any rank fails, all ranks raise its error, and no engine has changed. (DCP's `load` writes
+into the model's own tensors while it reads.)
 """
 
 import copy
@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerolab.engine import offload
 from zerolab.engine.checkpoint.reader import Folder, newest
 from zerolab.engine.checkpoint.saving import as_piece, refuse_tensor_parallel, wait_for_last
-from zerolab.engine.checks import some
-from zerolab.engine.state_dict import in_three, own_parts, plain_name
+from zerolab.engine.checks import shorten
+from zerolab.engine.state_dict import own_parts, plain_name, split_state_dict
 from zerolab.engine.together import all_succeed, on_all_ranks
 
 
 def load(engine, folder):
     """Load the newest checkpoint in `folder`, or `folder` itself, into the engine. Returns `extra`. A collective.
 
-    `extra` is what this rank saved; a rank that did not exist then gets rank 0's. Raises the same error on every rank
-    before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError if the model or the optimizer is
-    different.
+    `extra` has the values that this rank saved. A rank that did not exist then gets rank 0's values. Raises the same
+    error on every rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError if the model
+    or the optimizer is different.
     """
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
@@ -50,12 +50,12 @@ def read(engine, source, rank):
     """
     params, whole, extras = (
         {plain_name(key): value for key, value in part.items()}  # as saved
-        for part in in_three(engine)
+        for part in split_state_dict(engine)
     )
     whole = {key: tensor for key, tensor in whole.items() if tensor.layout is torch.strided}
     check_model(engine, source, params | whole, extras)
     names = source.model
-    wanted = {}  # name in the checkpoint -> what it is read into
+    wanted = {}  # name in the checkpoint -> the memory to read it into
     tensors = []  # (the engine's own tensor, name in the checkpoint)
     for key, tensor in whole.items():
         wanted[names[key]] = source.empty(names[key])
@@ -89,7 +89,7 @@ def check_model(engine, source, tensors, extras):
     unexpected = [key for key in source.model if key not in tensors and key not in extras]
     if missing or unexpected:
         parts = [("missing", missing), ("unexpected", unexpected)]
-        differences = "; ".join(f"{what} {some(keys)}" for what, keys in parts if keys)
+        differences = "; ".join(f"{what} {shorten(keys)}" for what, keys in parts if keys)
         raise ValueError(f"{str(source.path)!r} has a different model: {differences}")
     dtypes = {id(param): bucket.shard.dtype for bucket in engine.all_buckets for param in bucket.params}
     for key, tensor in tensors.items():
@@ -105,7 +105,7 @@ def read_options(engine, source):
     where = f"the optimizer state in {str(source.path)!r}"
     groups = source.tree.get("optim", {}).get("param_groups")
     if not groups:
-        raise ValueError(f"{where} is missing, or does not have the layout of torch's get_optimizer_state_dict")
+        raise ValueError(f"{where} is missing, or does not have the layout of get_optimizer_state_dict in torch")
     groups = source.values(groups)
     trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
     saved = {trained.intersection(group.pop("params", ())): group for group in groups}
@@ -114,30 +114,30 @@ def read_options(engine, source):
         here = trained.intersection(names)
         if here not in saved:
             raise ValueError(
-                f"{where} has other parameter groups: {some(sorted(here))} is a group here. Build the optimizer with "
-                "the same groups as when it was saved"
+                f"{where} has different parameter groups: {shorten(sorted(here))} is a group here. Build the optimizer "
+                "with the same groups as when it was saved"
             )
         options.append(saved[here])
     kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
     if kind not in (None, type(optimizer).__name__):
-        raise ValueError(f"{where} is {kind}'s, and the optimizer here is {type(optimizer).__name__}")
+        raise ValueError(f"{where} is from {kind}, but the optimizer here is {type(optimizer).__name__}")
     for group in options:
         if not kind and (
             set(optimizer.defaults) - set(group)
             or group.get("decoupled_weight_decay") != optimizer.defaults.get("decoupled_weight_decay")
         ):
-            raise ValueError(f"{where} is not {type(optimizer).__name__}'s: its options are {', '.join(sorted(group))}")
+            raise ValueError(f"{where} is not from {type(optimizer).__name__}: it has {', '.join(sorted(group))}")
     return options
 
 
 def plan_states(engine, source, wanted):
-    """{piece: {key: name in the checkpoint}}. Adds to `wanted` what these are read into.
+    """{piece: {key: name in the checkpoint}}. Adds the memory to read these into to `wanted`.
 
-    A parameter without a state in the checkpoint gets none, because no step has used it.
+    A parameter without a state in the checkpoint gets none, because no step has updated it.
     """
     saved = source.tree["optim"].get("state", {})  # name of a parameter -> {key: name in the checkpoint}
     shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    # A scalar parameter cannot show which keys have one value per element, because a step counter is a scalar, too.
+    # A scalar parameter cannot show which keys have one value per element, because a step counter is also a scalar.
     per_element = set()
     for param_name, state in saved.items():
         shape = shapes.get(source.model.get(param_name))
@@ -162,7 +162,7 @@ def plan_states(engine, source, wanted):
 
 
 def set_extra_states(extras, group):
-    """Have modules load what they saved besides tensors. This is their own code: if it raises, all are as before."""
+    """Have modules load their extra state. This runs their own code. If it raises an error, all are restored."""
     if not extras:
         return
     before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in extras]
@@ -183,7 +183,7 @@ def write_tensors(engine, tensors):
 
 
 def write_optimizer(engine, options, states):
-    """As torch's optimizers place their state: with the piece, but a step counter on the CPU unless it is fused."""
+    """Place the state as torch's optimizers do: with the piece, but a step counter on the CPU, unless it is fused."""
     optimizer = engine.optimizer
     for group, saved in zip(optimizer.param_groups, options):
         group.update(saved)

@@ -1,9 +1,9 @@
-"""Reading `.metadata`, the list of what is in a checkpoint, without running anybody's code.
+"""Reading `.metadata`, the list of a checkpoint's contents, without running code from the file.
 
 DCP writes the list as a pickle. A pickle may call any function that it names and set the fields of any class that it
-names. So the unpickler here gives it no function and no real class. It accepts the few names that such a list needs,
-and for a class it returns a stand-in, which only keeps what it is given. DCP's own objects are made afterwards, from
-plain values.
+names. So the unpickler here returns no functions and no real classes. It accepts the few names that such a list needs,
+and returns a placeholder for a class, which only stores its arguments and fields. DCP's own objects are made
+afterwards, from plain values.
 """
 
 import io
@@ -18,8 +18,8 @@ class Unsafe(RuntimeError):
     """A checkpoint has something other than tensors and plain values. It was not unpickled."""
 
 
-class StandIn:
-    """An object of a class that the list names."""
+class Placeholder:
+    """In place of an object of a class that the list names."""
 
     arguments, fields = (), {}
 
@@ -43,8 +43,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         is_path = module.split(".")[0] == "pathlib" and name.endswith("Path")  # the folder that was written to
         is_size = (module, name) == ("torch", "Size")
         if is_path or is_size or (module in MODULES and name in (*REBUILT, *DROPPED)):
-            return type(name, (StandIn,), {})
-        raise Unsafe(f"it asks for {module[:100]}.{name[:100]}, which is no part of a list of tensors")
+            return type(name, (Placeholder,), {})
+        raise Unsafe(f"it asks for {module[:100]}.{name[:100]}, which is not part of a list of tensors")
 
 
 def rebuild(value):
@@ -53,7 +53,7 @@ def rebuild(value):
         return {rebuild(key): rebuild(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(rebuild, value))
-    if not isinstance(value, StandIn):
+    if not isinstance(value, Placeholder):
         return value
     kind = type(value).__name__
     if kind == "Size":

@@ -1,11 +1,11 @@
-"""Reading a checkpoint's folder, which may be damaged, and which a stranger may have written.
+"""Reading a checkpoint's folder, which may be damaged, or written by somebody you do not trust.
 
-DCP's own reader trusts a checkpoint. `.metadata`, the list of what is in it, is a pickle, and so is every value that is
+DCP's own reader trusts a checkpoint. `.metadata`, the list of its contents, is a pickle, and so is every value that is
 not a tensor. Unpickling calls any function that the file names, so a file can run any code. Here metadata.py reads
-`.metadata`, and `torch.load(weights_only=True)` reads values, which makes only tensors and plain values.
+`.metadata`, and `torch.load(weights_only=True)` reads values. It creates only tensors and plain values.
 
-DCP also does not notice a byte that has changed, and loads it. SHA256SUMS has a checksum of each file. Checking reads
-every file once more; each rank checks 1/N of the files.
+DCP also loads a changed byte without an error. Here SHA256SUMS has a checksum of each file. To check them, every file
+is read once more. Each rank checks 1/N of the files.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerolab.engine.checkpoint.metadata import Unsafe, read_metadata
-from zerolab.engine.checks import some
+from zerolab.engine.checks import shorten
 
 METADATA, SUMS = ".metadata", "SHA256SUMS"
 
 
 class Damaged(RuntimeError):
-    """A checkpoint lacks a file, or a file is not what was written. An older checkpoint may be good."""
+    """A checkpoint lacks a file, or a file has changed since it was written. An older checkpoint may be good."""
 
 
 def complete(folder):
@@ -61,13 +61,13 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class Folder:
-    """One checkpoint. All of its files are there, and they are what was written. Raises `Damaged` or `Unsafe`.
+    """One checkpoint, with all of its files unchanged. Raises `Damaged` or `Unsafe`.
 
     tensors   {name: a tensor on meta, of the same shape and dtype}
     tree      the names of all values, nested as the values were: {"model": {"head.weight": "model.head.weight"}, ...}
     model     the part of `tree` that is the model's `state_dict()`
 
-    rank, world_size   which of the files to check; `check=False` checks none, and leaves SHA256SUMS unread
+    rank, world_size   select the files to check; `check=False` checks none, and does not read SHA256SUMS
     """
 
     def __init__(self, path, rank=0, world_size=1, check=True):
@@ -93,7 +93,7 @@ class Folder:
 
     @contextlib.contextmanager
     def explain_errors(self):
-        """Whatever is raised inside becomes `Unsafe` or `Damaged`: a damaged pickle can raise any error."""
+        """Turn any error inside into `Unsafe` or `Damaged`. A damaged pickle can raise any error."""
         try:
             yield
         except (Unsafe, pickle.UnpicklingError) as error:
@@ -108,7 +108,7 @@ class Folder:
             raise Damaged(f"{str(self.path)!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def read_sums(self):
-        """{name of a file: its SHA-256}, from a file that `sha256sum -c` reads, too. {} if DCP wrote the checkpoint."""
+        """{name of a file: its SHA-256}, in the format of `sha256sum -c`. {} if DCP wrote the checkpoint."""
         if not (self.path / SUMS).exists():
             return {}
         self.check_file(SUMS, None)
@@ -116,7 +116,7 @@ class Folder:
         return {name: digest for digest, _, name in lines}
 
     def check_file(self, name, expected_sum):
-        """Raise unless the file is a real file in this folder: no path or link out of it, no pipe and no device."""
+        """Raise an error unless it is a regular file in this folder: no path or link out of it, no pipe, no device."""
         file = self.path / name
         if Path(name).name != name or file.resolve().parent != self.path.resolve():
             raise Unsafe(f"it points to {name[:200]!r}, which is not in this folder")
@@ -126,7 +126,7 @@ class Folder:
             raise Damaged(f"{str(file)!r} is not what was written: its SHA-256 is not the one in {SUMS}")
 
     def model_on_meta(self):
-        """{name: tensor on meta} of the model's tensors, without what modules save besides tensors."""
+        """{name: tensor on meta} of the model's tensors, without extra states."""
         return {
             key: self.tensors[name]
             for key, name in self.model.items()
@@ -134,7 +134,7 @@ class Folder:
         }
 
     def empty(self, name):
-        """Memory to read the tensor `name` into. None for a value that is not a tensor."""
+        """Memory to read the tensor `name` into, or None for a value that is not a tensor."""
         tensor = self.tensors.get(name)
         return None if tensor is None else torch.empty_like(tensor, device="cpu")
 
@@ -159,7 +159,7 @@ class Folder:
             for item in plan.items:
                 counts[item.dest_index.fqn] += math.prod(item.lengths)
             missing = [name for name, tensor in tensors.items() if counts[name] != tensor.numel()]
-            if missing:  # DCP would leave what is in memory
-                raise Damaged(f"{str(self.path)!r}: elements of {some(missing)} are missing")
+            if missing:  # DCP would leave these elements of `wanted` unchanged
+                raise Damaged(f"{str(self.path)!r}: elements of {shorten(missing)} are missing")
             reader.read_data(plan, planner)
         return wanted | tensors

@@ -1,8 +1,8 @@
 """A piece as rectangles, the form in which torch.distributed.checkpoint (DCP) stores parts of a tensor.
 
-A checkpoint has tensors under their own names and in their own shapes, so that any other program can read it. But a
-rank has a run of a parameter's elements, which ends where its shard ends. So the run is cut into rectangles. In a
-matrix these are the rest of a row, whole rows, and the beginning of a row:
+A checkpoint has whole tensors with their names and shapes, so that any other program can read it. But a rank has a run
+of a parameter's elements, which ends where its shard ends. So the run is cut into rectangles. In a matrix these are the
+rest of a row, whole rows, and the beginning of a row:
 
     . . . . . .
     . . A A A A      elements 8 to 26 of a 6 x 6 matrix
@@ -11,7 +11,7 @@ matrix these are the rest of a row, whole rows, and the beginning of a row:
     C C C . . .      C  offsets (4, 0), sizes (1, 3)
     . . . . . .
 
-What it costs: about 1.5 kB of header per rectangle. FSDP2 shards along a tensor's first dimension, so each rank has one
+The cost: about 1.5 kB of header per rectangle. FSDP2 shards along a tensor's first dimension, so each rank has one
 rectangle per parameter.
 """
 
@@ -42,10 +42,10 @@ def cut_into_rectangles(shape, first, end):
 
 
 class Piece(torch.Tensor):
-    """`elements` (numel,), those from index `first` on of a tensor of `shape`, as DCP wants to see them.
+    """`elements` (numel,) of a tensor of `shape`, from index `first` on, in the form that DCP expects.
 
-    DCP calls the three methods with underscores on any tensor that has them, such as a DTensor. So this is a tensor. It
-    has the whole tensor's shape and the memory of one element. The elements themselves are not copied.
+    DCP calls the three methods with underscores on any tensor that has them, such as a DTensor. So this class is a
+    tensor. It has the whole tensor's shape and the memory of one element. The elements themselves are not copied.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""What is saved, and in the background while training goes on.
+"""What is saved, and saving in the background while training continues.
 
-The state has the layout of DCP for any model and optimizer, with two entries of ours:
+The state has DCP's layout for models and optimizers, with two additional entries, `extra` and `zero`:
 
     model    {name: parameter, buffer or extra state}                        each rank's pieces; the rest is rank 0's
     optim    state         {name of a parameter: {key: value}}               each rank's pieces
@@ -8,9 +8,9 @@ The state has the layout of DCP for any model and optimizer, with two entries of
     extra    {rank: the caller's values}                                     each rank's own
     zero     {"optimizer": name of its class}                                rank 0's
 
-`save` copies nothing on a CPU; from a GPU it copies one tensor at a time. `async_save` copies this rank's part to the
-host first, 12Ψ/N bytes with float32 and AdamW, and training goes on as soon as this is done. A thread writes the copy.
-DCP's own `async_save` does the same, but its copy has whole storages.
+On a CPU `save` copies nothing. From a GPU it copies one tensor at a time. `async_save` first copies this rank's part to
+the host, 12Ψ/N bytes with float32 and AdamW. Then training continues, and a thread writes the copy. DCP's own
+`async_save` does the same, but copies whole storages.
 """
 
 import concurrent.futures
@@ -29,13 +29,13 @@ from zerolab.engine import tensor_parallel
 from zerolab.engine.checkpoint import folders
 from zerolab.engine.checkpoint.rectangles import Piece
 from zerolab.engine.groups import first_element
-from zerolab.engine.state_dict import in_three, own_parts, plain_name
+from zerolab.engine.state_dict import own_parts, plain_name, split_state_dict
 from zerolab.engine.together import all_succeed, make_group, on_all_ranks
 
 
 @dataclasses.dataclass
 class Saved:
-    """The cost of a save on this rank: bytes written, seconds, and for how many of these training could not go on."""
+    """The cost of a save on this rank: bytes written, total seconds, and the seconds for which training paused."""
 
     path: Path
     rank: int
@@ -67,18 +67,18 @@ class Background:
 def save(engine, folder, keep=3, **extra):
     """Save model, optimizer and `extra` in a new folder inside `folder`, which all ranks can reach. A collective.
 
-    Returns a `Saved`. The newest `keep` complete checkpoints in `folder` stay (None: all). `extra` are tensors and
-    plain values, each rank's own. Raises the same error on every rank: ValueError for a value that could not be loaded
-    again, RuntimeError if a rank cannot write. Earlier checkpoints are unchanged then.
+    Returns a `Saved`. The newest `keep` complete checkpoints in `folder` stay (None: all). `extra` has this rank's own
+    tensors and plain values. Raises the same error on every rank, ValueError for a value that could not be loaded
+    again, and RuntimeError if a rank cannot write. In this case earlier checkpoints are unchanged.
     """
     write = prepare(engine, folder, keep, extra, in_background=False)
     return write(engine.options.everyone)
 
 
 def async_save(engine, folder, keep=3, **extra):
-    """As `save`, but training can go on when this returns. Returns a future, whose result is the `Saved`.
+    """Like `save`, but training can continue when this returns. Returns a future, whose result is the `Saved`.
 
-    A later `save` or `load` waits for it. Ask for `result()` before the process group is destroyed.
+    A later `save` or `load` waits for it. Call `result()` before you destroy the process group.
     """
     write = prepare(engine, folder, keep, extra, in_background=True)
     if engine.saving is None:
@@ -87,7 +87,7 @@ def async_save(engine, folder, keep=3, **extra):
 
 
 def prepare(engine, folder, keep, extra, in_background):
-    """Everything that needs the engine. Returns the rest, a function of a group: it may run while training goes on."""
+    """Do everything that needs the engine. Returns a function of a group that does the rest, even during training."""
     began = time.perf_counter()
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
@@ -110,25 +110,25 @@ def refuse_tensor_parallel(engine):
     params = [param for bucket in engine.all_buckets for param in bucket.params]
     if tensor_parallel.mesh_of(params) is not None:
         raise ValueError(
-            "tensor parallelism has split this model, and the ranks of this engine have one part of it: save "
+            "tensor parallelism has split this model, and the ranks of this engine have only one part of it: save "
             "engine.full_state_dict() on one rank instead"
         )
 
 
 def wait_for_last(engine):
-    """One save at a time. Its error is in its future."""
+    """Wait for the save in the background. Its future has the error, if there was one."""
     if engine.saving is not None:
         concurrent.futures.wait([engine.saving.future])
 
 
 def warn_of_failure(future):
-    if future.exception() is not None:  # not everybody asks for the result
+    if future.exception() is not None:  # the caller may never call `result()`
         warnings.warn(f"a checkpoint was not saved: {future.exception()}", stacklevel=1)
 
 
 @torch.no_grad()
 def collect(engine, extra, copied):
-    """What this rank writes, laid out as above; with `copied`, on the host and independent of the engine."""
+    """The state that this rank writes, in the layout above. With `copied` it is a copy on the host."""
 
     def take(tensor):
         return tensor.detach().to("cpu", copy=True) if copied else tensor.detach()
@@ -137,7 +137,7 @@ def collect(engine, extra, copied):
     state = {
         "model": collect_model(engine, take, rank),
         "optim": {"state": collect_optimizer_state(engine, take)},
-        # In a tuple, because DCP takes dictionaries apart, and loses empty ones and keys that are not strings.
+        # In a tuple, because DCP flattens dictionaries, and loses empty ones and keys that are not strings.
         "extra": {str(rank): ({key: copy_plain(f"{key!r}", value) for key, value in extra.items()},)},
     }
     if rank == 0:
@@ -147,15 +147,15 @@ def collect(engine, extra, copied):
 
 
 def collect_model(engine, take, rank):
-    """The pieces of each parameter, of tied ones under all names. On rank 0 also what is not sharded."""
-    mine = {}  # id of a parameter -> what this rank has of it
+    """This rank's piece of each parameter, for tied parameters under each name. On rank 0 also all unsharded values."""
+    mine = {}  # id of a parameter -> this rank's piece
     for bucket in engine.all_buckets:
         for param, piece in own_parts(bucket):
             mine[id(param)] = as_piece(bucket, param, take(piece))
         for param in bucket.params:
             if param.numel() == 0:
                 mine[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
-    params, whole, extras = in_three(engine)
+    params, whole, extras = split_state_dict(engine)
     state = {plain_name(key): mine[id(param)] for key, param in params.items() if id(param) in mine}
     if rank == 0:
         for key, tensor in whole.items():
@@ -208,9 +208,9 @@ def collect_options(engine):
 
 
 def copy_plain(name, value):
-    """A copy of a value, made as `load` will read it. Raises ValueError if that would have to run code.
+    """A copy of a value, made in the way that `load` reads it. Raises ValueError if loading would need to run code.
 
-    Numpy's numbers, which many schedules compute with, become Python's.
+    Numpy's numbers, which many schedules use, become Python's.
     """
     value = tree_map_only(numpy.generic, lambda number: number.item(), value)
     stream = io.BytesIO()
@@ -221,6 +221,6 @@ def copy_plain(name, value):
     except Exception as error:  # pickling can raise any error
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name} cannot be saved: a checkpoint can have tensors, numbers, strings, and lists, tuples and "
+            f"{name} cannot be saved: a checkpoint can contain tensors, numbers, strings, and lists, tuples and "
             f"dictionaries of these, which are loaded without running code ({reason})"
         ) from None

@@ -1,4 +1,4 @@
-"""The training loop of the museum: a small GPT, and what can be seen of each step from outside."""
+"""The training loop of the museum: a small GPT, and the measurements of each step that a visitor sees."""
 
 import contextlib
 import functools
@@ -29,13 +29,14 @@ def make_model(seed):
 
 
 def reinitialize(model, seed):
-    """Give a model that has been changed the weights that follow from `seed`."""
+    """Initialize a model again with `seed`, after its modules were changed."""
     for name, param in model.named_parameters():
         initialize(name, param.data, seed)
 
 
 def adamw(params):
-    return torch.optim.AdamW(params, lr=3e-3, fused=True)  # `fused` makes no temporary tensors, which hide others
+    # `fused` allocates no temporary tensors, which would hide other peaks.
+    return torch.optim.AdamW(params, lr=3e-3, fused=True)
 
 
 def sgd(params):
@@ -48,7 +49,7 @@ def text():
 
 
 class Loop:
-    """What one rank does of an exhibit. `build_stage` is `exhibit.build`, or `exhibit.correct`.
+    """The training of an exhibit on one rank. `build_stage` is `exhibit.build` or `exhibit.correct`.
 
     engine = loop.build()
     for number in range(exhibit.steps):
@@ -73,7 +74,7 @@ class Loop:
         return self.build_stage(model, self.exhibit.make_optimizer(trained), torch.device("cpu"))
 
     def step(self, engine, number, after_backward=None):
-        """Train once. An engine with a `scaler` is trained through it."""
+        """One training step. If the engine has a `scaler`, the step uses it."""
         scaler = getattr(engine, "scaler", None)
         micro_batches = self.exhibit.micro_batches
         losses = []
@@ -109,13 +110,13 @@ class Loop:
 
 
 def extra_loss(model):
-    """The sum of the losses that modules keep in an attribute, as the router of a mixture of experts does."""
+    """The sum of the losses that modules keep in an attribute, like the router of a mixture of experts."""
     return sum(module.extra_loss for module in model.modules() if hasattr(module, "extra_loss"))
 
 
 @contextlib.contextmanager
 def shared_folder():
-    """A new folder, the same one on all ranks. A collective, also at its end."""
+    """A new folder, the same one on all ranks. A collective at entry and at exit."""
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(path)
     yield Path(path[0])
@@ -124,11 +125,11 @@ def shared_folder():
         shutil.rmtree(path[0])
 
 
-# What a visitor sees.
+# The measurements that a visitor sees.
 
 
 def visit(exhibit, build, rank):
-    """Train on this rank. Returns what can be seen from outside; an exception is a part of it.
+    """Train on this rank. Returns the measurements, including an exception if one was raised:
 
     {"losses", "norms", "scales": one number per step, "counted": {line of the report: number} or None, "error"}
     """
@@ -143,7 +144,7 @@ def visit(exhibit, build, rank):
 
 
 def train(loop):
-    """All steps. Returns what was counted in the last one."""
+    """All steps. Returns the counts of the last one."""
     with PartsLedger() as memory:
         engine = loop.build()
         for number in range(loop.exhibit.steps - 1):

@@ -23,14 +23,14 @@ from zerolab.teach.museum.exhibits import EXHIBITS, exhibit_of
 from zerolab.teach.museum.loop import BATCH, BYTES, SHAPE, visit
 
 MOST_RANKS = 16
-TIMEOUT = 10  # seconds until a collective that hangs is an error. A visitor waits for them
+TIMEOUT = 10  # seconds until a collective that hangs raises an error. The visitor waits for this
 
 
 # What is printed.
 
 
 def catalogue():
-    """The exhibits by chapter, with nothing but their titles."""
+    """The titles of the exhibits, by chapter."""
     lines = [__doc__.splitlines()[0]]
     stage = None
     for exhibit in EXHIBITS.values():
@@ -39,13 +39,15 @@ def catalogue():
             engines = "Beyond the chapters: clipping, checkpoints, loss scaling"
             lines += ["", engines if stage == "engines" else f"{stage}.py"]
         lines.append(f"{exhibit.number:>4}  {exhibit.title}")
-    lines += ["", "./launch.sh bug 3 runs one. Then --clue is a question to think about, --hint says where to look,"]
-    lines += ["and --answer says everything."]
+    lines += [
+        "",
+        "./launch.sh bug 3 runs one. Then --clue prints a question, --hint the place, and --answer the answer.",
+    ]
     return "\n".join(lines)
 
 
 def explanation(exhibit, asked):
-    """The symptom, and what was asked for: "clue", "hint" or "answer"."""
+    """The symptom, and the part that was asked for: "clue", "hint" or "answer"."""
     text = exhibit.text
     paragraphs = [f"Bug {exhibit.number}: {exhibit.title}", tables.wrapped(f"Symptom: {text['Symptom']}")]
     if asked == "answer":
@@ -64,10 +66,10 @@ def explanation(exhibit, asked):
 
 
 def differences(correct, wrong):
-    """The lines of the report that differ. `correct` and `wrong` have what `visit` returned on each rank.
+    """The lines of the report that differ. `correct` and `wrong` are the results of `visit` on all ranks.
 
-    Losses differ from 1e-5 on, because sums are rounded. Peaks differ from 10% on, because one of gloo's threads may
-    keep a collective's buffers for a moment.
+    Losses may differ by 1e-5, because sums are rounded. Peaks may differ by 10%, because one of gloo's threads may keep
+    a collective's buffers for a moment.
     """
     errors = "".join(each["error"] or "" for each in wrong)
     if errors:
@@ -86,7 +88,7 @@ def differences(correct, wrong):
 
 
 def report(correct, wrong):
-    """What `visit` returned on each rank, as a table per step and a table of the last step."""
+    """The results of `visit` on all ranks, as a table with all steps and a table of the last step."""
     all_ranks = range(len(correct))
     rows = [["", *(f"correct, rank {rank}" for rank in all_ranks), *(f"this one, rank {rank}" for rank in all_ranks)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):
@@ -110,11 +112,11 @@ def report(correct, wrong):
     return "\n".join(lines)
 
 
-# The command, and what it starts on every rank.
+# The command, and the function that runs on every rank.
 
 
 def on_ranks(exhibit):
-    """Train with the correct stage and then with the wrong one. Rank 0 prints what all ranks saw."""
+    """Train with the correct stage and then with the wrong one. Rank 0 prints the results of all ranks."""
     me = process_group.start("gloo", "cpu")
     reports = dist.new_group()  # another group, which still works after a collective has failed
     me.print(f"A GPT of {SHAPE.layers} layers, {BATCH} x {SHAPE.seq} tokens per rank, {exhibit.steps} steps.")

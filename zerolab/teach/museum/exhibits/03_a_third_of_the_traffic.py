@@ -9,8 +9,8 @@ Hint: `ZeRO1.start_reduce` in zero1.py, in step 3.
 Answer: Every rank all-reduces its own shard of its local gradients. So rank 0's shard 0 is added to rank 1's shard 1.
 The sum of one shard over all ranks is a different collective, the reduce-scatter, which gets the whole buffer.
 
-Unnoticed: All shards have the same size, so no collective complains. The loss falls, because half of each gradient is
-the correct one, of one rank.
+Unnoticed: All shards have the same size, so no collective raises an error. The loss falls, because half of each sum is
+this rank's correct local gradient.
 
 Read: zero1.py, `reduce_gradients`; zero2.py, `Reduction`.
 """

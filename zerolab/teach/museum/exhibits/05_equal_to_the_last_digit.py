@@ -6,8 +6,8 @@ Clue: By which factor is it more? What does the optimizer update?
 
 Hint: `ZeRO1.take_over_optimizer` in zero1.py, in step 0.
 
-Answer: The optimizer keeps the whole parameters. Their gradients are whole, too, and hold the mean over all ranks. So
-every rank makes the whole update, and the all-gather brings what every rank has already. This is DDP, with more
+Answer: The optimizer keeps the whole parameters. Their gradients are also whole, and hold the mean over all ranks. So
+every rank updates all parameters, and the all-gather sends values that every rank already has. This is DDP with more
 traffic.
 
 Unnoticed: Every test of the losses passes, to the last bit. Only somebody who counts bytes sees that nothing is

@@ -2,16 +2,16 @@
 
 Symptom: The ranks hang in their first or second step, until a timeout.
 
-Clue: A collective needs all ranks. Which rank may think that it has nothing to do in one?
+Clue: A collective needs all ranks. Which rank might have nothing to send?
 
 Hint: `gather_parameters` in zero1.py, in step 5.
 
 Answer: A bucket holds one parameter of one element, so the shard of the last rank is only padding. This rank skips the
-all-gather, because it has updated nothing there. The others wait for it. A collective needs all ranks, also those that
-have nothing to give.
+all-gather, because it has updated nothing there. The others wait for it. A collective needs all ranks, including ranks
+that have nothing to send.
 
-Unnoticed: With several parameters in a bucket no shard is only padding, so it runs for years, until somebody trains a
-very small layer, or on very many ranks.
+Unnoticed: With several parameters in a bucket no shard is only padding. So the code runs for years, until somebody
+trains a very small layer, or uses very many ranks.
 
 Read: zero1.py, `gather_parameters`, and the picture in the docstring of `Bucket`.
 """
@@ -29,7 +29,7 @@ CAUGHT_BY = "tests/conformance/test_loops.py::test_a_rank_may_own_only_padding"
 
 
 class Tempered(GPT):
-    """A GPT with a learned temperature: a parameter of one element, as many models have one somewhere."""
+    """A GPT with a learned temperature. Many models have such a parameter of one element."""
 
     def __init__(self, seed):
         super().__init__(SHAPE, seed)

@@ -1,6 +1,6 @@
 """What the log said
 
-Symptom: All losses are equal, and so is what is held. The peak in backward is higher, and no reduction runs inside
+Symptom: All losses are equal, and so are the held bytes. The peak in backward is higher, and no reduction runs inside
 backward.
 
 Clue: When are the reductions sent, and what is alive before?
@@ -11,7 +11,7 @@ Answer: The hook sends nothing, and `step()` sends everything. So all gradients,
 the time of the update a rank holds 1/N of them.
 
 Unnoticed: The log prints what is held after the reductions, which is 1/N. Only the peak shows that ZeRO-2 has saved
-nothing. The article says this of its own ZeRO-2.
+nothing. The article admits this about its own ZeRO-2.
 
 Read: zero2.py, `send_complete`, and the timeline in the docstring at the top.
 """

@@ -3,15 +3,15 @@
 Symptom: The losses differ from the second step on. The model has two branches, and each rank runs a different
 one first.
 
-Clue: How does a rank's third reduce-scatter know which of the other ranks' collectives it belongs to?
+Clue: Which collective of the other ranks does a rank's third reduce-scatter meet?
 
 Hint: `ZeRO2.send_complete` in zero2.py, in step 3.
 
-Answer: Each bucket is sent as soon as its gradients are there. On two ranks backward reaches the branches in different
-orders. A collective carries no name, so one rank's first branch is added to another rank's second branch.
+Answer: Each bucket is sent as soon as its gradients are complete. On two ranks backward reaches the branches in
+different orders. A collective carries no name, so one rank's first branch is added to another rank's second branch.
 
-Unnoticed: Both branches have the same sizes, so no collective complains. Where all ranks take the branches in one
-order, which is so in most models and in many batches, everything is correct.
+Unnoticed: Both branches have the same sizes, so no collective raises an error. If all ranks run the branches in the
+same order, as in most models and in many batches, everything is correct.
 
 Read: zero2.py, `send_complete`: `self.turn`.
 """

@@ -7,8 +7,8 @@ Clue: What does a linear layer keep for its backward, besides the parameter?
 Hint: `Unit.free` and `Unit.start_gather` in zero3.py.
 
 Answer: Pointing `param.data` at something else frees nothing. Autograd has saved views of the gathered weights for
-backward, and each view keeps its whole storage alive. Backward then gathers the same weights once more, next to them.
-The ZeRO-3 that the article "AI in Multiple GPUs" prints frees like this.
+backward, and each view keeps its whole storage alive. Backward then gathers the same weights again, into new memory.
+The ZeRO-3 in the article "AI in Multiple GPUs" frees weights like this.
 
 Unnoticed: `param.numel()` is small after forward, and the losses are correct. Only the peak shows it.
 
@@ -36,7 +36,7 @@ class ReassignedUnit(Unit):
     def free(self):
         if self.allocated:
             self.wait()
-            self.flat = self.shard.detach()[:1].expand(self.numel)  # as many elements, and no memory
+            self.flat = self.shard.detach()[:1].expand(self.numel)  # the same size without its own memory
             for index, param in enumerate(self.params):
                 param.data = self.place(self.flat, index)
             self.allocated = False

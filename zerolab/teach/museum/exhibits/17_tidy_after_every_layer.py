@@ -6,8 +6,8 @@ Clue: Count the all-gathers of one unit in forward.
 
 Hint: `ZeRO3.after_forward` in zero3.py.
 
-Answer: After the forward of each unit all units are freed, also the one that was prefetched. It is gathered again
-before it runs.
+Answer: After the forward of each unit all units are freed, including the prefetched one, which is gathered again before
+it runs.
 
 Unnoticed: Everything is correct but slow. On a fast network it is only a little slower than without prefetch.
 

@@ -7,10 +7,10 @@ Clue: How does a new shard get into the weights that forward uses?
 Hint: `ZeRO3.step` in zero3.py, after step 4.
 
 Answer: The root stays gathered from step to step. The optimizer updates its shards, but nobody gathers them. So forward
-goes on with the root's weights of the first step.
+keeps using the root's weights from the first step.
 
-Unnoticed: The units learn, so the loss falls. The root's optimizer state and shards look as they should; only the
-gathered copy is stale.
+Unnoticed: The units learn, so the loss falls. The root's optimizer state and shards are correct. Only the gathered copy
+is stale.
 
 Read: zero3.py, `step` and `end_backward`: `self.free_all()`.
 """

@@ -2,15 +2,15 @@
 
 Symptom: All losses are equal, and less is sent. The peaks are higher, and more is gathered at once.
 
-Clue: It sends as if backward gathered nothing. What does forward leave behind?
+Clue: The traffic looks as if backward gathered nothing. What does forward leave in memory?
 
 Hint: `ZeRO3.after_forward` in zero3.py.
 
 Answer: Units are not freed after their forward. So backward has nothing to gather, which saves a third of the traffic.
 At the end of forward the whole model is gathered.
 
-Unnoticed: It is faster, and between steps it holds as little as ZeRO-3. As a choice it is useful: FSDP2 and
-`ZeRO3Engine` have `reshard_after_forward=False`. But a model that does not fit on one GPU cannot choose.
+Unnoticed: It is faster, and between steps it holds as little as ZeRO-3. As an option it is useful: FSDP2 and
+`ZeRO3Engine` have `reshard_after_forward=False`. But it does not work for a model that does not fit on one GPU.
 
 Read: zero3.py, `after_forward`: `unit.free()`; zerolab/engine/stages.py, `reshard_after_forward`.
 """

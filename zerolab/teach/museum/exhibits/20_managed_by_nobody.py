@@ -7,13 +7,13 @@ Clue: Which parameters are in no unit?
 
 Hint: `ZeRO3.partition` in zero3.py, in step 0.
 
-Answer: Each block becomes a unit, and what is in no block is forgotten: the embeddings and the last norm. These
-parameters are not broadcast, not reduced, and not in the optimizer. Each rank keeps its own initial values forever.
+Answer: Each block becomes a unit, and the parameters outside all blocks are forgotten: the embeddings and the last
+norm. They are not broadcast, not reduced, and not in the optimizer. Each rank keeps its own initial values forever.
 
 Unnoticed: The blocks learn, so the loss falls. An embedding with random values works quite well, and every list of the
 units looks complete.
 
-Read: zero3.py, `parameters_by_unit`: the root has what is in no unit.
+Read: zero3.py, `parameters_by_unit`: the root has the parameters that are in no unit.
 """
 
 from zero3 import ZeRO3

@@ -2,16 +2,16 @@
 
 Symptom: Each rank stops in its first backward, at a weight without memory.
 
-Clue: It stops at the router, whose loss is no output of its block. On which paths can backward come to a unit?
+Clue: It stops at the router, whose loss is not an output of its block. On which paths can backward reach a unit?
 
 Hint: `ZeRO3.unpack` in zero3.py, in step 2.
 
-Answer: Only hooks on a unit's outputs show that backward has come to it. The loss that a block keeps in an attribute is
-not an output, and backward comes to this loss first. So the router's weights are read while their unit is freed.
-Autograd asks for every weight that it saved, on every path. So `unpack` misses none.
+Answer: This stage has only the hooks on a unit's outputs to notice that backward has reached the unit. The loss that a
+block keeps in an attribute is not an output, and backward reaches this loss first. So the router's weights are read
+while their unit is freed. Autograd asks for every weight that it saved, on every path, so `unpack` misses none of them.
 
 Unnoticed: A model without such a loss trains correctly. With prefetch there may even be no error: the unit's gather is
-on its way, nobody has waited for it, and backward reads whatever is in memory.
+in flight, nobody has waited for it, and backward reads whatever is in memory.
 
 Read: zero3.py, `unpack` and `on_output`, and the comment above them.
 """
@@ -29,7 +29,7 @@ CAUGHT_BY = "tests/conformance/test_models.py::test_unusual_graphs"
 
 
 class Routed(nn.Module):
-    """A block with a router that keeps its loss in an attribute, as a mixture of experts does."""
+    """A block with a router that keeps its loss in an attribute, like a mixture of experts."""
 
     def __init__(self, block):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The calmest gradients in the house
+"""The calmest gradients
 
 Symptom: Every gradient norm is 0, and the losses differ from the second step on.
 
@@ -9,8 +9,8 @@ Hint: `Reduction` and `take_gradients` in zero2.py, and what `param.grad` is aft
 Answer: `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` looks at `param.grad`. In ZeRO-2 the gradients have
 moved into the shards during backward, so it finds none. It returns 0 and clips nothing.
 
-Unnoticed: A function that finds no gradients is not an error in torch. A norm of 0 in a log is easily taken for a
-metric that is broken. `ZeRO2Engine` raises an error when somebody reads a `param.grad` that has moved.
+Unnoticed: In torch it is not an error to clip parameters without gradients. A norm of 0 in a log looks like a broken
+metric. `ZeRO2Engine` raises an error when somebody reads a `param.grad` that has moved.
 
 Read: zerolab/engine/clipping.py, `clip_grad_norm_`; zerolab/engine/checks.py, `EngineParameter`.
 """

@@ -2,7 +2,7 @@
 
 Symptom: The gradient norm differs between the ranks, and the losses differ from the second step on.
 
-Clue: There is one all-gather less per step. What must the ranks tell each other before they clip?
+Clue: There is one all-gather less per step. What must the ranks exchange before they clip?
 
 Hint: `clip_grad_norm_` in zerolab/engine/clipping.py.
 

@@ -7,8 +7,8 @@ Clue: How could a reader of the files tell one rank's shard from another rank's?
 Hint: `shards` in this exhibit, the names in the checkpoint.
 
 Answer: Every rank gives its shards to `torch.distributed.checkpoint` as plain tensors, under names that are the same on
-every rank. One name means one tensor, of which all ranks have a copy. So torch writes one of the copies, and every rank
-loads this one. The other shards are not in the files. A rank must say which part of which tensor it saves.
+every rank. To torch, one name means one tensor with a copy on every rank. So torch writes one of the copies, and every
+rank loads this one. The other shards are not in the files. A rank must declare which part of which tensor it saves.
 
 Unnoticed: Saving succeeds, and loading succeeds. The loss after resuming is bad but finite, and a folder of files gives
 no hint that half of the model is missing.
@@ -26,7 +26,7 @@ STAGE = "engines"
 DIFFERS = {"losses"}
 CAUGHT_BY = "tests/conformance/test_state_dict.py::test_a_resumed_run_continues_as_an_uninterrupted_one"
 RESUME_AT = 2
-make_optimizer = sgd  # it keeps nothing between steps, so the shards are all that there is to save
+make_optimizer = sgd  # it keeps nothing between steps, so only the shards have to be saved
 
 
 class Checkpointed(ZeRO3):

@@ -7,7 +7,7 @@ Clue: A gradient of rank 1 is infinite in the fourth step. Which rank sees it, a
 Hint: `GradScaler.unscale_` in zerolab/engine/loss_scaler.py.
 
 Answer: After step 3 each rank has one shard of the gradients, so an infinite element is in one rank's shard. Torch's
-loss scaler looks at this rank's shards and asks nobody. The rank that sees it skips its update and halves its scale.
+loss scaler looks only at this rank's shards. The rank that finds the infinity skips its update and halves its scale.
 The others update their shards. From then on the ranks multiply their losses by different scales, and the sum of their
 gradients is wrong.
 

@@ -3,11 +3,11 @@
 The docstring has a title and six labelled paragraphs, and the file defines
 
     build(model, optimizer, device)   the wrong stage. The file also works with --engine-file in other commands
-    STAGE      "zero1", "zero2" or "zero3", the chapter with the correct code; "engines" for what only engines do
+    STAGE      "zero1", "zero2" or "zero3", the chapter with the correct code; "engines" for what only engines have
     DIFFERS    the lines of the visitor's report that differ from the correct stage's; or {"error"}, or {"timeout"}
     CAUGHT_BY  the pytest name of a test that fails with this stage
 
-and, where the mistake needs it to show,
+and, if the symptom needs it,
 
     correct(model, optimizer, device)   the correct stage. Default: the chapter
     make_model(seed)                    the model. Default: `loop.make_model`
@@ -28,7 +28,7 @@ LABELS = ["Symptom", "Clue", "Hint", "Answer", "Unnoticed", "Read"]
 
 @dataclass
 class Exhibit:
-    """One mistake: its file, as an object. The functions and the constants in capitals are described above.
+    """One mistake, loaded from its file. The functions and constants are described at the top of this file.
 
     text           {label: paragraph} of the docstring
     steps          how many steps a visitor sees
@@ -96,7 +96,7 @@ def load(file: Path) -> Exhibit:
 
 
 def exhibit_of(number: str) -> Exhibit:
-    """The exhibit with the number that somebody has typed. Raises ValueError if there is none."""
+    """The exhibit with this number, as typed on the command line. Raises ValueError if there is none."""
     if not number.isdecimal() or int(number) not in EXHIBITS:
         raise ValueError(f"no bug {number!r}; there are 1 to {len(EXHIBITS)}, and ./launch.sh bug lists them")
     return EXHIBITS[int(number)]

@@ -1,12 +1,12 @@
-"""Safe is safe
+"""Better safe than sorry
 
 Symptom: All losses and all bytes are equal. No reduction is hidden behind computation.
 
-Clue: The only number that differs is about time. What is waited for, and when?
+Clue: The only number that differs is about time. Where does a rank wait, and for what?
 
 Hint: `ZeRO2.send` in zero2.py, in step 3.
 
-Answer: Each reduce-scatter is waited for right after it was started. So backward waits while a bucket travels.
+Answer: Each reduce-scatter is waited for right after it is started. So backward waits while a bucket is in flight.
 The result is correct, and the peak is even a little lower, because only one bucket has whole gradients at a time.
 
 Unnoticed: On one machine with a fast network the waiting is short. On a slow network it is the time that ZeRO-2 should
