@@ -47,8 +47,9 @@ def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     assert right["match"] and right["difference"] == 0 and right["sent_bytes"] == chapter["sent_bytes"]
     assert right["held_bytes"]["optimizer"] <= chapter["held_bytes"]["optimizer"] and right["step_ms"] > 0
     assert not wrong["match"] and wrong["difference"] > 1e-3 and not seen["match"]
-    assert not nan["match"] and "DOES NOT MATCH: diverges is off by nan" in run.stdout
-    assert "DOES NOT MATCH: no_gather" in run.stdout
+    assert right["float64_difference"] < 1e-13 and wrong["float64_difference"] > 1e-3
+    assert not nan["match"] and "DOES NOT MATCH: diverges does not compute" in run.stdout
+    assert "DOES NOT MATCH: no_gather does not compute" in run.stdout
 
 
 def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(engine_file):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import fsdp2_compare as referee
 from zerolab.measure import gpus
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 
@@ -63,15 +62,12 @@ def test_flops_per_token_are_those_that_torch_counts():
     assert counted.get_total_flops() == pytest.approx(ours, rel=0.03)  # biases and norms are no matrix products
 
 
-@pytest.mark.parametrize(
-    "name, ranks, gpus_here, divided_by", (("ddp", 2, 1, 1), ("ddp", 8, 8, 8), ("single", 8, 8, 1))
-)
-def test_mfu_is_of_the_gpus_in_use(name, ranks, gpus_here, divided_by, monkeypatch):
+@pytest.mark.parametrize("ranks, gpus_here, divided_by", ((2, 1, 1), (8, 8, 8), (1, 8, 1)))
+def test_mfu_is_of_the_gpus_in_use(ranks, gpus_here, divided_by, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    options = referee.arguments(["--preset", "small", "--dtype", "bf16"])
-    me = referee.Rank(0, ranks, torch.device("cuda", 0), "nccl", "")
-    found = referee.Referee(options, torch.zeros(1000, dtype=torch.uint8), me).mfu(name, 1e6)
+    config = preset("small")
+    found = gpus.mfu(1e6, config, config.seq, "bf16", ranks, torch.device("cuda", 0))
     flops = 6 * (85_645_824 - 512 * 768) + 12 * 12 * 768 * 512
     assert found == pytest.approx(flops * 1e6 / (989e12 * divided_by), abs=1e-4)

@@ -40,7 +40,7 @@ def test_the_referee_compares(tmp_path):
     result = forked.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(file.read_text())
-    assert "MATCH: all engines have the same losses." in result.stdout
+    assert "MATCH: all 10 engines train alike." in result.stdout
     assert "torchrun --standalone --nproc-per-node 2 -m fsdp2_compare" in result.stdout
     assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
     told = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
@@ -75,6 +75,12 @@ def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "runs").iterdir()
     assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_trains(monkeypatch, capsys):
+    monkeypatch.chdir("/proc")  # like a read-only clone
+    with pytest.raises(ValueError, match="cannot write to /proc/runs: .* Start elsewhere, or use --json FILE"):
+        referee.arguments(["--preset", "toy"])
 
 
 def test_what_cannot_be_written_is_named_below_the_results():
@@ -330,11 +336,11 @@ def test_two_machines_on_loopback():
 
 
 def test_long_work_says_that_it_goes_on(capsys, monkeypatch):
-    assert list(progress.told("abc", "letters")) == [*"abc"]
+    assert list(progress.with_progress("abc", "letters")) == [*"abc"]
     assert capsys.readouterr().err == ""  # it was quick
-    monkeypatch.setattr(progress, "PATIENCE", -1)
-    assert list(progress.told("abc", "letters")) == [*"abc"]
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("  letters: 2 of 3 done, now c; about ")
-    list(progress.told("abc", "letters", speaks=False))
+    monkeypatch.setattr(progress, "QUIET", -1)
+    assert list(progress.with_progress("abc", "letters")) == [*"abc"]
+    first, _, last = capsys.readouterr().err.splitlines()
+    assert first == "[1/3] letters: a" and last == "[3/3] letters: c, about 0 s left"
+    list(progress.with_progress("abc", "letters", shown=False))
     assert capsys.readouterr().err == ""

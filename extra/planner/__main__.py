@@ -10,7 +10,7 @@ from extra.planner.predict import Prediction, predict
 from zerolab.measure import tables
 from zerolab.run import json_file, process_group
 from zerolab.run.command_line import one_line
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 
 
 def plan(options) -> dict:
@@ -41,14 +41,14 @@ def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str
     else:
         what, twice = "links", replace(cluster, intra_gbps=2 * (cluster.intra_gbps or cluster.gpu.link_gbps))
     alone = len(options.engines) == 1
-    engines = told(options.engines, "twice the bandwidth")
+    engines = with_progress(options.engines, "twice the bandwidth")
     doubled = words.choose([predict(setup_of(options, engine), twice) for engine in engines])
     said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
     half, per_node = options.ranks // 2, options.ranks_per_node
     # One engine alone has nobody to lose against, and is not recorded twice; and half of them may be no whole nodes.
     if not alone and (half <= per_node or half % per_node == 0):
         fewer = [predict(setup_of(options, engine, ranks=half), cluster)
-                 for engine in told(different(options.engines, half, per_node), "half the ranks")]  # fmt: skip
+                 for engine in with_progress(different(options.engines, half, per_node), "half the ranks")]  # fmt: skip
         said.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
     return said
 

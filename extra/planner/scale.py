@@ -10,7 +10,7 @@ from extra.planner.published import ROWS, Row
 from extra.planner.words import gpus
 from zerolab.run.engines import named
 from zerolab.run.model import preset
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 ENGINES = named("scale")
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> dict:
     print(f"{gpus('N', cluster)} in nodes of {cluster.per_node}, {options.dtype}; {options.micro_batch} "
           "sequence(s) of 2,048 tokens per rank, blocks recomputed; all predicted:", flush=True)  # fmt: skip
     for name in PRESETS:
-        for engine in told(ENGINES, f"planned of {name}"):
+        for engine in with_progress(ENGINES, f"planned of {name}"):
             for ranks in RANKS:
                 setup = Setup(preset(name), engine, ranks, options.dtype, options.micro_batch, recompute="blocks")
                 for network in COVERED:

@@ -8,7 +8,7 @@ from extra.planner.one_rank import BUCKETED, BY_UNIT
 from extra.planner.plan_options import cluster_of, setup_of
 from extra.planner.predict import Prediction, predict
 from extra.planner.words import gpus
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 
 HIDDEN = 0.05  # communication is called hidden when less of the step than this is exposed
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -38,7 +38,7 @@ def points(options: argparse.Namespace, engine: str) -> Points:
     if options.sweep != "ranks":
         values, field, _ = ALONG[options.sweep]
     found = []
-    for value in told(values, f"{engine}, {field}"):
+    for value in with_progress(values, f"{engine}, {field}"):
         found.append((value, predict(setup_of(options, engine, **{field: value}), cluster_of(options))))
     return found
 

@@ -30,7 +30,7 @@ from zerolab.run import commands, engine_file, engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import Rank
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 
 ENGINES = engines.named("bench")
 ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
@@ -99,7 +99,7 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
     """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
     found = {}
-    for label in told(variants, "peaks and collectives", me.rank == 0):
+    for label in with_progress(variants, "peaks and collectives", me.rank == 0):
         found[label] = peaks_and_collectives(variants[label], batch, options.config, me)
         gc.collect()
     alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerolab.run import process_group
 from zerolab.run.process_group import Rank
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 
 WARM_UP = 2  # rounds
 
@@ -28,7 +28,7 @@ def take_turns(
     other their times.
     """
     names, times = list(steps), {name: [] for name in steps}
-    for turn in told(range(WARM_UP + rounds), "rounds of steps", me.rank == 0):
+    for turn in with_progress(range(WARM_UP + rounds), "rounds of steps", me.rank == 0):
         first = turn % len(names)  # nobody is always the first
         for name in names[first:] + names[:first]:
             dist.barrier()

@@ -24,7 +24,7 @@ from zerolab.measure.memory_tables import all_tables
 from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run import engines as registry
 from zerolab.run.model import number_of_parameters, preset
-from zerolab.run.progress import told
+from zerolab.run.progress import with_progress
 from zerolab.run.starter import end_with_starter
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
@@ -55,7 +55,7 @@ def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
     device = torch.device("cpu" if options.device == "fake" else options.device)
     results |= json_file.about(device, "memory") | {"engines": engines}
     with fake_ranks(options.ranks), predicted_peaks(options) as predicted:
-        for name in told(options.engines, f"engines on {options.ranks} ranks"):
+        for name in with_progress(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = row_of(name, options)
             if options.device != "fake":
                 engines[name]["dry_run_peak_bytes"] = predicted[name].result()

@@ -101,7 +101,16 @@ def on_a_cpu(folder: str) -> list[Command]:
             least=60,
             limit=240,
         ),
-        compare("step times", f"{folder}/compare-times.json", 2, "tiny", steps=3, engines=WITH_THEIR_PEERS, limit=240),
+        compare(
+            "step times",
+            f"{folder}/compare-times.json",
+            2,
+            "tiny",
+            steps=3,
+            engines=WITH_THEIR_PEERS,
+            breakdown=True,
+            limit=240,
+        ),
         trace(folder),
         Command(
             "The host's time per step",
@@ -158,7 +167,7 @@ def on_several_gpus(folder: str, gpus: int) -> list[Command]:
     ]
     for preset in ("medium", "1b"):
         for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16")):
-            own = {"dtype": dtype, "engines": WITH_THEIR_PEERS, "batch": 1, "limit": 120}
+            own = {"dtype": dtype, "engines": WITH_THEIR_PEERS, "batch": 1, "breakdown": True, "limit": 120}
             file = f"{folder}/compare-{gpus}-{preset}-{dtype}.json"
             found.append(compare(f"{name}, {gpus} ranks", file, gpus, preset, **own))
     return [
@@ -194,6 +203,7 @@ def compare(
     steps: int = 5,
     timed_steps: int = 6,
     least: int = 30,
+    breakdown: bool = False,
 ) -> Command:
     """The referee, started by torchrun: `./launch.sh compare` would import torch once more to check the options."""
     line = f"torchrun --nproc-per-node {number_of_ranks} fsdp2_compare.py --preset {preset} --dtype {dtype}"
@@ -202,6 +212,8 @@ def compare(
         line += f" --engines {engines}"
     if batch:
         line += f" --batch {batch}"
+    if breakdown:
+        line += " --breakdown"
     return Command(f"The referee: {what}", line, least, limit)
 
 

@@ -1,44 +1,9 @@
-"""The referee's tables, and the sentences about where the time of a step goes, for the referee and the chapters."""
+"""Where the time of a step goes, as a table and in sentences, for the referee and the chapters."""
 
 from zerolab.measure import tables
-from zerolab.run.engines import DTYPES, who_trained
 
 MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
-
-def cells_of_run(name: str, run: dict, base: dict, reference: str) -> dict[str, str]:
-    """A line of the referee's results, {title: cell}; `base` is the reference's run. MB are 10^6 bytes, as in the
-    articles."""
-    held, timed = run["held_bytes"], base["step_ms"] is not None
-    found = {
-        "engine": name,
-        "first loss": f"{run['losses'][0]:.4f}",
-        "last loss": f"{run['losses'][-1]:.4f}",
-        f"diff to {reference}": f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
-        "params MB": f"{held['parameters'] / 1e6:.2f}",
-        "grads MB": f"{held['gradients'] / 1e6:.2f}",
-        "optim MB": f"{held['optimizer'] / 1e6:.2f}",
-        "peak MB": f"{run['peak_bytes'] / 1e6:.2f}",
-        **({"ledger MB": f"{run['ledger_peak_bytes'] / 1e6:.2f}"} if "ledger_peak_bytes" in run else {}),
-        "sent MB/step": f"{run['sent_bytes'] / 1e6:.2f}",
-        "step ms": f"{run['step_ms']:.1f}" if timed else "-",
-        f"x {reference}": f"{run['step_ms'] / base['step_ms']:.2f}" if timed else "-",
-        "tokens/s": f"{run['tokens_per_s']:.0f}" if timed else "-",
-    }
-    if "reserved_bytes" in run:  # on a GPU
-        found["MFU %"] = f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-"
-        found["reserved MB"] = f"{run['reserved_bytes'] / 1e6:.0f}"
-    return found
-
-
-WHEN_HELD = "Held: after the gradients are reduced and before the optimizer's step."
-NO_RESHARD = (
-    "fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, "
-    "and 1/N of them otherwise: it is not quite ZeRO-2."
-)
-SENT = "Sent: logical bytes of the collectives issued, per rank."
-MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
-what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
 LOOK_AT_OWN_WORK = """\
 Look at own work: in synchronous training all ranks take as long as the slowest, so their step times are
 equal; but a slow rank works longer, and the others wait for it.
@@ -49,22 +14,8 @@ collective yet. exposed: bytes are on their way, and nothing is computed. overla
 beside own work, which costs no time; in %: of all the time in which bytes are."""
 
 
-def results(result: dict, reference: str) -> str:
-    """Everything that the referee prints before its verdict, from the result that it writes as JSON."""
-    on_gpu, runs = result["device"] != "cpu", result["runs"]
-    lines = tables.text(
-        tables.rows_of([cells_of_run(name, run, runs[reference], reference) for name, run in runs.items()])
-    )
-    peak = "the GPU allocator's; ledger: all live storages" if on_gpu else "all live storages of one step"
-    peak = f"Peak: {peak}. {SENT}"
-    lines += ["", f"{WHEN_HELD} {NO_RESHARD}\n{peak}" if "fsdp2_no_reshard" in runs else f"{WHEN_HELD} {peak}"]
-    lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
-    lines += [MFU, ""] if on_gpu else [""]
-    return "\n".join([*lines, where_time_goes(result) + "\n"] if result["timed_steps"] else lines)
-
-
 def where_time_goes(result: dict) -> str:
-    """Everything that the referee prints of the second and third pass, from the result that it writes as JSON."""
+    """Everything that the referee prints with --breakdown, from the result that it writes as JSON."""
     runs = {name: run["step_time"] for name, run in result["runs"].items() if run.get("step_time")}
     steps = next(iter(runs.values()))["steps"]
     rows, clear, unclear = [], [], []

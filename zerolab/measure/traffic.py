@@ -74,7 +74,7 @@ def sent_bytes(kind: str, whole_bytes: int, world_size: int, is_root: bool = Fal
     `ZeroRedundancyOptimizer` uses it, and so it is with its mirror image, reduce. In a gather every rank but the root
     sends its N-th, in a scatter the root sends N-1 of them.
 
-    What a backend does inside may be more: gloo implements reduce-scatter as an all-reduce and a slice.
+    A backend may send more inside: gloo implements reduce-scatter as an all-reduce and a slice.
     """
     if kind in ("send", "receive"):
         return whole_bytes if kind == "send" else 0
@@ -87,7 +87,7 @@ def sent_bytes(kind: str, whole_bytes: int, world_size: int, is_root: bool = Fal
 class TrafficLedger(TorchDispatchMode):
     """`with TrafficLedger() as traffic: engine.training_step(...)`; then `traffic.collectives`, in order.
 
-    It watches from outside: every collective, send and receive passes torch's dispatcher, whoever issued it (Python,
+    It watches from outside: every collective, send and receive passes torch's dispatcher, whoever issues it (Python,
     DDP's reducer in C++, FSDP), and so do `record_function` labels, which name the step. Two things it does not see:
     what another Python thread issues, and what does not go through torch, such as NVSHMEM or MPI.
     """

@@ -173,6 +173,25 @@ def check_writable(option: str, path: str | None) -> None:
         os.remove(path)
 
 
+def check_folder(folder: Path, instead: str) -> None:
+    """Raise ValueError if no file can be written into `folder`, which may not exist yet. Leaves everything as it was.
+
+    `instead` is what the user can say to write somewhere else.
+    """
+    if "RANK" in os.environ:
+        return
+    new, file = not folder.exists(), folder / f".writable-{os.getpid()}"
+    try:
+        folder.mkdir(exist_ok=True)
+        file.write_bytes(bytes(4096))  # of an empty file a full disk has no complaint
+        file.unlink()
+    except OSError as error:
+        where = folder.absolute()
+        raise ValueError(f"cannot write to {where}: {error.strerror}. Start elsewhere, or use {instead}") from error
+    if new:
+        folder.rmdir()
+
+
 # The commands.
 
 
@@ -199,12 +218,21 @@ def compare(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_hardware(parser)
     add_json(parser)
+    parser.add_argument("--breakdown", action="store_true", help="also print what each rank's step time is spent on")
+    parser.add_argument("--quick", action="store_true", help="a toy model and few steps: a verdict in under a minute")
     options = parser.parse_args(argv)
+    if options.quick:  # other defaults; what was typed still counts
+        parser.set_defaults(preset="toy", steps=5, timed_steps=5)
+        options = parser.parse_args(argv)
     check_seq(parser, options)
     check_batch(parser, options)
-    if options.slow_rank and not options.timed_steps:
-        parser.error("--slow-rank delays timed steps, and --timed-steps 0 leaves none: leave out one of them")
+    for name in ("slow_rank", "breakdown"):
+        if getattr(options, name) and not options.timed_steps:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} is about timed steps, and --timed-steps 0 leaves none: leave out one of them")
     check_writable("--json", options.json)
+    if options.json is None:
+        check_folder(Path("runs"), "--json FILE")
     return options
 
 

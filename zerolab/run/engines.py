@@ -88,6 +88,7 @@ class Engine:
     casts        it computes in a low precision with plain casts of its weights (`MixedModule`)
     exact        on two ranks it adds the same two numbers as DDP and passes the same values to the same operations of
                  the optimizer, so its losses must equal DDP's to the bit
+    float64      it can train in float64
     needs        a package that `pip install .[peers]` installs
     file         a file of the user's (engine_file.py)
     shade, line, mark   how figures draw it: a tone of grey, a line and a mark
@@ -103,6 +104,7 @@ class Engine:
     rows: bool = False
     casts: bool = False
     exact: bool = True
+    float64: bool = True
     needs: str | None = None
     file: str | None = None
     shade: str = "#717680"
@@ -263,6 +265,7 @@ _ENTRIES = [
         takes=("dtype",),
         promise=(OPTIMIZER, 3),
         exact=False,
+        float64=False,
         needs="deepspeed",
         line="-.",
         mark="s",
@@ -275,6 +278,7 @@ _ENTRIES = [
         takes=("dtype",),
         promise=(GRADIENTS, 3),
         exact=False,
+        float64=False,
         needs="deepspeed",
         line="-.",
         mark="^",
@@ -287,6 +291,7 @@ _ENTRIES = [
         takes=("dtype",),
         promise=(EVERYTHING, 3),
         exact=False,
+        float64=False,
         needs="deepspeed",
         line="-.",
         mark="D",

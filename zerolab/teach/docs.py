@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from zerolab.measure import step_report, tables
+from zerolab.measure import referee_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.ratios import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
@@ -70,7 +70,7 @@ def referee(which: str, *names: str) -> str:
     for name in names or runs:
         run = runs[name]
         held = sum(run["held_bytes"].values()) / 1e6
-        printed = step_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
+        printed = referee_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
         lines.append({**printed, "held MB": f"{held:.2f}"})
     made = []
     for columns in shown["tables"]:

@@ -1,0 +1,160 @@
+"""What the referee prints: the headline, the verdict, and the tables of its results."""
+
+import argparse
+import os
+
+from zerolab.measure import proof, step_report, tables
+from zerolab.run import json_file, micro_batches, process_group
+from zerolab.run.engines import DTYPES, who_trained
+from zerolab.run.model import number_of_parameters, preset
+from zerolab.run.process_group import Rank
+
+CONDITIONS = ("preset", "batch", "accumulate", "checkpoint_activations", "slow_rank", "seq", "steps", "timed_steps",
+              "seed", "dtype")  # fmt: skip
+PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def conditions(options: argparse.Namespace, me: Rank) -> dict:
+    """What was compared, and where, for the JSON."""
+    return {
+        "device": me.device.type,
+        "backend": me.backend,
+        "world_size": me.world_size,
+        "parameters": number_of_parameters(preset(options.preset)),
+        "tf32": process_group.tf32() if me.device.type == "cuda" else None,
+        **json_file.about(me.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
+    } | {name: getattr(options, name) for name in CONDITIONS}
+
+
+def headline(about: dict, options: argparse.Namespace, me: Rank) -> str:
+    """What is compared, and where, in one or two lines."""
+    recomputed = ", activations recomputed" if options.checkpoint_activations else ""
+    precision = "float32" if options.dtype == "fp32" else "bfloat16 with float32 reduction and master weights"
+    tf32 = "" if about["tf32"] is None else f", TF32 {'on' if about['tf32'] else 'off'}"
+    return (
+        f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
+        f"GPT {options.preset}: {about['parameters']:,} parameters; {options.batch} x {options.seq} tokens per rank "
+        f"and step{micro_batches.words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
+        f"{precision}{tf32}"
+    )
+
+
+# The verdict.
+
+
+def verdict(result: dict, reference: str) -> str:
+    """Whether the engines train correctly, what proves it, and what is not proved."""
+    runs = result["runs"]
+    lines = []
+    for name, run in runs.items():
+        if not run["match"]:
+            lines.append(f"DOES NOT MATCH: {name} {what_is_off(run, reference, result['dtype'])}.")
+    if not lines:
+        lines.append(f"MATCH: all {len(runs)} engines train alike." if len(runs) > 1 else "MATCH: there is one engine.")
+    return "\n".join([*lines, *what_is_proved(runs), *float_losses(result, reference)])
+
+
+def what_is_off(run: dict, reference: str, dtype: str) -> str:
+    if run["float64_difference"] is not None and not run["float64_difference"] <= proof.TOLERANCE:
+        return (
+            f"does not compute what one process computes: its losses in float64 are off by "
+            f"{run['float64_difference']:.2g}, allowed {proof.TOLERANCE:g}"
+        )
+    off, allowed = run["difference"], run["tolerance"]
+    return f"is off by {off:.3g} from {reference} in {PRECISION[dtype]}, allowed {allowed:g}"
+
+
+def what_is_proved(runs: dict) -> list[str]:
+    lines, proved, unproved = [], [], []
+    for name, run in runs.items():
+        if run["float64_difference"] is None:
+            unproved.append(name)
+        elif run["float64_difference"] <= proof.TOLERANCE:
+            proved.append(name)
+    if proved:
+        largest = max(runs[name]["float64_difference"] for name in proved)
+        lines.append(
+            f"Proved in float64: {', '.join(proved)} compute what one process computes on the whole batch. In "
+            f"{proof.STEPS} steps of SGD with momentum and weight decay on a small model, their losses differ by at "
+            f"most {largest:.1g}; {proof.TOLERANCE:g} is allowed."
+        )
+    if unproved := [name for name in unproved if name != "single"]:
+        lines.append(f"Not proved: {', '.join(unproved)}, which cannot train in float64.")
+    return lines
+
+
+def float_losses(result: dict, reference: str) -> list[str]:
+    runs, precision = result["runs"], PRECISION[result["dtype"]]
+    equal = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
+    near = [name for name, run in runs.items() if run["difference"] > 0 and run["match"]]
+    lines = []
+    if equal:
+        lines.append(f"In {precision}, {result['steps']} steps: equal to {reference} to the bit: {', '.join(equal)}.")
+    if near:
+        largest = max(runs[name]["difference"] for name in near)
+        lines.append(f"In {precision} within {largest:.1e} of {reference}: {', '.join(near)}. Rounding explains it.")
+    if result["dtype"] == "bf16":
+        lines.append(
+            "Not proved: the casts to bfloat16, which the float64 steps leave out. Losses that are equal to the bit "
+            "have the same casts. A small error in the casts of the others would not be seen."
+        )
+    return lines
+
+
+# The tables. MB are 10^6 bytes, as in the articles.
+
+
+def cells_of_run(name: str, run: dict, base: dict, reference: str) -> dict[str, str]:
+    """A line of the results, {title: cell}; `base` is the reference's run."""
+    held, timed = run["held_bytes"], base["step_ms"] is not None
+    off = run.get("float64_difference")
+    found = {
+        "engine": name,
+        "float64": "-" if off is None else f"{off:.1e}" if off else "0",
+        f"diff to {reference}": f"{run['difference']:.1e}" if run["difference"] else "0 (to the bit)",
+        "peak MB": f"{run['peak_bytes'] / 1e6:.2f}",
+        "sent MB": f"{run['sent_bytes'] / 1e6:.2f}",
+        "step ms": f"{run['step_ms']:.1f}" if timed else "-",
+        "first loss": f"{run['losses'][0]:.4f}",
+        "last loss": f"{run['losses'][-1]:.4f}",
+        "params MB": f"{held['parameters'] / 1e6:.2f}",
+        "grads MB": f"{held['gradients'] / 1e6:.2f}",
+        "optim MB": f"{held['optimizer'] / 1e6:.2f}",
+        f"x {reference}": f"{run['step_ms'] / base['step_ms']:.2f}" if timed else "-",
+        "tokens/s": f"{run['tokens_per_s']:.0f}" if timed else "-",
+    }
+    if "reserved_bytes" in run:  # on a GPU
+        found["ledger MB"] = f"{run['ledger_peak_bytes'] / 1e6:.2f}"
+        found["reserved MB"] = f"{run['reserved_bytes'] / 1e6:.0f}"
+        found["MFU %"] = f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-"
+    return found
+
+
+FIRST = 6  # columns of the first table: who trains alike, and what it costs
+FLOAT64 = "Float64: the largest difference from the losses of one process, in float64. -: not asked."
+PEAK = {False: "Peak: all live storages of one step.", True: "Peak: the GPU allocator's; ledger: all live storages."}
+SENT = "Sent: logical bytes per rank and step, in collectives and in sends from rank to rank."
+NOT_SEEN = "Not seen: what another Python thread of an engine sends or allocates."
+HELD = """\
+Params, grads, optim: what a rank holds after the gradients are reduced and before the optimizer's step. Of an engine
+with several optimizers only `engine.optimizer` is counted, unless the engine has `held_tensors()`."""
+NO_RESHARD = """\
+fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, and 1/N of them otherwise: it
+is not quite ZeRO-2."""
+MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
+what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
+
+
+def results(result: dict, reference: str) -> str:
+    """Everything that the referee prints, from the result that it writes as JSON."""
+    on_gpu, runs = result["device"] != "cpu", result["runs"]
+    cells = [list(cells_of_run(name, run, runs[reference], reference).items()) for name, run in runs.items()]
+    first = [dict(row[:FIRST]) for row in cells]
+    second = [dict(row[:1] + row[FIRST:]) for row in cells]
+    lines = [verdict(result, reference), "", *tables.text(tables.rows_of(first))]
+    lines += ["", *tables.text(tables.rows_of(second)), "", FLOAT64, PEAK[on_gpu], SENT, NOT_SEEN, HELD]
+    lines += [NO_RESHARD] * ("fsdp2_no_reshard" in runs) + [MFU] * on_gpu
+    lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
+    if any(run.get("step_time") for run in runs.values()):
+        lines += ["", step_report.where_time_goes(result)]
+    return "\n".join(lines)
