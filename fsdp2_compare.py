@@ -35,9 +35,7 @@ from zerolab.measure import breakdown, proof, referee_report, tables
 from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import WARM_UP, take_turns
-from zerolab.measure.ledger import let_go
-from zerolab.measure.memory_parts import HELD, PartsLedger
-from zerolab.measure.out_of_memory import explained
+from zerolab.measure.ledger import HELD, PartsLedger, explained, let_go
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
 from zerolab.run import commands, engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from zerolab.measure import figures
-from zerolab.measure.memory_parts import PARTS
+from zerolab.measure.ledger import PARTS
 from zerolab.run.engines import ENGINES
 from zerolab.run.ranks import ROOT
 

@@ -28,8 +28,7 @@ from zerolab import measure
 from zerolab.measure import timeline as timelines
 from zerolab.measure import walkthrough
 from zerolab.measure.held import engine_tensors, storage_bytes
-from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.memory_parts import PartsLedger
+from zerolab.measure.ledger import MemoryLedger, PartsLedger
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.traffic import TrafficLedger
 from zerolab.run.counterparts import PlainStep

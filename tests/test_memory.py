@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerolab.measure import bench, dry_run, enough_memory, gpus, memory, memory_formulas, tables
 from zerolab.measure.fake_ranks import fake_ranks
-from zerolab.measure.memory_parts import HELD, PARTS, PartsLedger
-from zerolab.measure.memory_tables import all_tables
+from zerolab.measure.ledger import HELD, PARTS, PartsLedger
+from zerolab.measure.memory import all_tables
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
 from zerolab.measure.held import optimizer_of, tensor_leaves
-from zerolab.measure.memory_parts import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
+from zerolab.measure.ledger import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from zerolab.measure.traffic import kind_of
 
 COLUMNS = ("parameters", "gradients", "optimizer state")
@@ -87,7 +87,7 @@ class CellLedger(PartsLedger):
 
     def put_in(self, tensor: torch.Tensor, stretch: Stretch, weights: list[int]) -> None:
         """The storage under `tensor` belongs to these cells, unless it has a place."""
-        number = self._number.get(self.key(tensor))
+        number = self._index.get(self.key(tensor))
         if number is not None:
             self._place.setdefault(number, (stretch, weights))
 
@@ -95,7 +95,7 @@ class CellLedger(PartsLedger):
         """The place of the first of `tensors` that has one."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                place = self._place.get(self._number.get(self.key(tensor)))
+                place = self._place.get(self._index.get(self.key(tensor)))
                 if place is not None:
                     return place
         return None
@@ -107,8 +107,8 @@ class CellLedger(PartsLedger):
     def _find_homes(self) -> None:
         for key, params in self._together.items():  # DDP's buckets, which live on; after its first step it makes others
             row = next((row for row in self.rows if row.stretches[0].params[0] is params[0]), None)
-            if row is not None and key in self._number:
-                self._place[self._number[key]] = (row.stretches[0], row.stretches[0].whole())
+            if row is not None and key in self._index:
+                self._place[self._index[key]] = (row.stretches[0], row.stretches[0].whole())
         self._together = {}
         for row in self.rows:
             for stretch in row.stretches:
@@ -195,7 +195,7 @@ class CellLedger(PartsLedger):
         place = self.place_of([*tensors[0], *tensors[1]])
         self.collective_rows.append(None if place is None else place[0].row)
         if kind == "reduce-scatter":
-            self._sent.update(self._number.get(self.key(tensor)) for tensor in tensors[1])
+            self._sent.update(self._index.get(self.key(tensor)) for tensor in tensors[1])
         if place is not None:
             whole, part = (tensors[1], tensors[0]) if kind == "reduce-scatter" else (tensors[0], tensors[1])
             for tensor in whole:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from extra.watch.lines import CHAPTERS, idle_lines
 from extra.watch.weight_versions import versions_by_cell
-from zerolab.measure.memory_parts import PARTS
+from zerolab.measure.ledger import PARTS
 from zerolab.measure.traffic import sent_bytes
 
 FORMAT = """

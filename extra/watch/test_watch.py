@@ -21,7 +21,7 @@ from extra.watch.command import arguments
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, of_engine, of_exhibit
-from zerolab.measure.memory_parts import PARTS
+from zerolab.measure.ledger import PARTS
 from zerolab.run.process_group import Rank
 from zerolab.teach import watch_page
 from zerolab.teach.museum.loop import Loop

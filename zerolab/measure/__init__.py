@@ -4,7 +4,7 @@ Any object with `model` and `optimizer` is an engine here. One training step, wa
 
     import json, torch.distributed as dist
     from zerolab.measure.held import held_bytes
-    from zerolab.measure.memory_parts import PartsLedger
+    from zerolab.measure.ledger import PartsLedger
     from zerolab.measure.timeline import Timeline, chrome_trace
     from zerolab.measure.traffic import TrafficLedger
 
@@ -22,13 +22,11 @@ Any object with `model` and `optimizer` is an engine here. One training step, wa
             json.dump(chrome_trace(spans, lives), file)
 
 held            bytes of parameters, gradients and optimizer state that this rank holds now
-ledger          live bytes, and their peak
-memory_parts    the same, and what the bytes are for, in which step and module
+ledger          live bytes and their peak, what they are for, in which step and module; out-of-memory errors with these
 traffic         every collective: its kind, its bytes, its step
 timeline        when each step, module and collective began and ended
 watched_step    one step: bytes held right before the update, the peak, every collective
 step_time       the parts of a step's time: own work, waiting, exposed communication
-out_of_memory   torch's error, with the step, the unit and what the memory was used for
 
 A ledger that is opened before the engine is built sees everything that is allocated. If it is opened later, it counts
 what can be reached from the engine. What DDP's C++ reducer keeps to itself is seen only in the first case.
@@ -40,5 +38,5 @@ The timeline sees every collective, because each one passes torch's dispatcher. 
 a CPU adding up counts as moving bytes. It does not see when gloo's reduce-scatter ends before somebody waits for it,
 nor the end of DTensor's functional collectives.
 
-This package imports the rooms before it, and the stages and the referee that it measures.
+This package imports `zerolab.run`, the engines and the chapters.
 """

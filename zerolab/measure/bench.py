@@ -21,9 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerolab.measure import fake_ranks, tables
-from zerolab.measure.interleaved import take_turns
+from zerolab.measure.interleaved import lines_of_ratios, take_turns
 from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.ratios import lines_of_ratios
 from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import commands, engine_file, engines, json_file, process_group

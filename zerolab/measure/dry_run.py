@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerolab.measure.fake_ranks import build_alone
 from zerolab.measure.held import optimizer_of
+from zerolab.measure.ledger import PARTS, PartsLedger
 from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters
-from zerolab.measure.memory_parts import PARTS, PartsLedger
 from zerolab.measure.traffic import Collective
 from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import micro_batches

@@ -21,8 +21,8 @@ from matplotlib.patches import Patch
 
 from zerolab.measure import tables
 from zerolab.measure.gpus import GPUS
-from zerolab.measure.memory_parts import HELD, PARTS, STATE
-from zerolab.measure.memory_tables import formula_name
+from zerolab.measure.ledger import HELD, PARTS, STATE
+from zerolab.measure.memory import formula_name
 from zerolab.run.engines import ENGINES, STAGES
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"

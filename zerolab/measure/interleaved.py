@@ -1,8 +1,10 @@
-"""Step times that can be compared: all are alive, and each makes one step in turn.
+"""Step times that can be compared: all engines are alive and take turns, so what disturbs the machine disturbs all.
 
-So whatever disturbs the machine disturbs all of them.
+Also the ratios of such times over several launches of the referee, for `./launch.sh bench --ratios FILE...`.
 """
 
+import json
+import statistics
 import time
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.run import process_group
+from zerolab.run.engines import PAIRS
 from zerolab.run.process_group import Rank
 from zerolab.run.progress import with_progress
 
@@ -24,12 +27,12 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """{name: seconds of each of `rounds` steps on the slowest rank}. A collective.
 
-    A step is None on a rank that takes no part in it. `meet(name)` is called after each, before the ranks tell each
-    other their times.
+    A step is None on a rank that does not run this engine. `meet(name)` is called after each step, before the ranks
+    compare their times.
     """
     names, times = list(steps), {name: [] for name in steps}
     for turn in with_progress(range(WARM_UP + rounds), "rounds of steps", me.rank == 0):
-        first = turn % len(names)  # nobody is always the first
+        first = turn % len(names)  # no engine is always the first
         for name in names[first:] + names[:first]:
             dist.barrier()
             started, seconds = time.perf_counter(), 0.0
@@ -43,3 +46,31 @@ def take_turns(
             if turn >= WARM_UP:
                 times[name].append(slowest)
     return times
+
+
+def ratios(reports: list[dict]) -> dict[str, list[float]]:
+    """{"zero1 / ddp": [a value per report], ...}, from `step_ms` of engines that took turns in the same run."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        times = {name: run["step_ms"] for name, run in report["runs"].items() if run["step_ms"]}
+        for name, base in [*PAIRS, *((name, "ddp") for name in times if name not in ("ddp", "single"))]:
+            if name in times and base in times:
+                found.setdefault(f"{name} / {base}", []).append(times[name] / times[base])
+    return found
+
+
+def lines_of_ratios(files: list[str]) -> list[str]:
+    """The table of the ratios in these files. Raises ValueError for a file that has none."""
+    reports = []
+    for file in files:
+        try:
+            with open(file) as opened:
+                reports.append(json.load(opened))
+            if not ratios(reports[-1:]):
+                raise ValueError("it has step times of fewer than two engines")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is no report: use a file of ./launch.sh compare --json FILE ({error})") from error
+    lines = [f"{'step time':<38}median   lowest  highest  of {len(files)} launches"]
+    for name, values in ratios(reports).items():
+        lines.append(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
+    return lines

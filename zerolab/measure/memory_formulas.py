@@ -13,7 +13,7 @@ from zerolab.run.model import GPT
 
 # Bytes per parameter that a rank holds, (whole, cut into N), with 0, 1, 2 or 3 things sharded: first the optimizer
 # state, then the gradients, then the parameters. fp32 is 4Ψ of weights, 4Ψ of gradients and 8Ψ of AdamW's two moments;
-# an article (`ARTICLE` in memory_tables.py) has it as a table for 7e9 parameters on 8 GPUs. bf16 has bfloat16 weights
+# an article (`ARTICLE` in memory.py) has it as a table for 7e9 parameters on 8 GPUs. bf16 has bfloat16 weights
 # (2Ψ) next to float32 ones, which are cut with the optimizer state, and float32 gradients. No article has that count.
 # (In DDP and ZeRO-3 the bfloat16 weights exist only while the model computes.)
 BYTES_PER_PARAMETER = {

@@ -24,7 +24,7 @@ class Span:
     in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
     `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
     not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where `on_collective` has found it out (zerolab/measure/collective_names.py).
+    unit or bucket of a collective, where `on_collective` has found it out (zerolab/measure/step_trace.py).
     `later` says of a collective that it was issued to be waited for later (`async_op`), `hides` that the rank has
     multiplied matrices before somebody waited for it. `number` is its place in `Timeline.collectives`. Its bytes move
     when the last of its ranks has issued it: `moves`, filled in by step_time.py.

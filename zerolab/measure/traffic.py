@@ -92,12 +92,12 @@ class TrafficLedger(TorchDispatchMode):
     what another Python thread issues, and what does not go through torch, such as NVSHMEM or MPI.
     """
 
-    def __init__(self, story=None):
-        """`story` is told what happens, when it happens: see `Story` in told_step.py."""
+    def __init__(self, trace=None):
+        """`trace` is called for each event: see `StepTrace` in step_trace.py."""
         super().__init__()
         self.collectives: list[Collective] = []
-        self._story = story
-        self._where = PositionInStep(story)
+        self._trace = trace
+        self._where = PositionInStep(trace)
 
     @property
     def sent_bytes(self) -> int:
@@ -128,8 +128,8 @@ class TrafficLedger(TorchDispatchMode):
         sent = sent_bytes(kind, whole, len(ranks), is_root)
         collective = Collective(kind, whole, sent, self._where.step, element, ranks)
         self.collectives.append(collective)
-        if self._story is not None:
-            self._story.sends(collective, len(self._where.steps))
+        if self._trace is not None:
+            self._trace.sends(collective, len(self._where.steps))
 
 
 def whole_bytes(kind: str, args) -> int:

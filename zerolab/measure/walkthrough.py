@@ -1,6 +1,6 @@
 """`./launch.sh zero1 2`: a few training steps of a chapter, then the trace of one step, event by event.
 
-Everything printed is observed from outside, by the memory and traffic ledgers. The chapters know nothing of it.
+Everything printed is observed from outside, by the memory and traffic ledgers. The chapters have no code for it.
 """
 
 import argparse
@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 
 from zerolab.measure import step_report, step_time, tables
-from zerolab.measure.collective_names import named_collectives
 from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
-from zerolab.measure.memory_parts import PartsLedger
-from zerolab.measure.out_of_memory import explained
+from zerolab.measure.ledger import PartsLedger, explained
+from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words, named_collectives
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
-from zerolab.measure.told_step import BucketStory, UnitStory, held_in_words
 from zerolab.measure.watched_step import watched_step
 from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
@@ -28,7 +26,7 @@ from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import Rank
 from zerolab.run.recompute import checkpoint_blocks
 
-WATCHED_STEPS = 3  # after the told one, for the line that says where the time goes
+WATCHED_STEPS = 3  # after the traced one, for the lines about where the time of a step goes
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,7 +69,7 @@ def main() -> None:
             with explained(f"training step {number}", engine, memory):
                 loss = _train(engine, batch, options)
             say(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
-        _tell(engine, memory, ready[-1], options, say)
+        _print_trace(engine, memory, ready[-1], options, say)
     again = partial(_train, engine, ready[-1], options)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
     say(step_report.sentence(step_time.summary(found), 0))
@@ -97,18 +95,19 @@ def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
     return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
 
 
-def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
-    """One training step, event by event, and what it sent in all."""
-    again = "; backward computes each block's forward again" if options.checkpoint_activations else ""
+def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
+    """Print one training step, event by event, and what it sent."""
+    again = "; backward recomputes each block's forward" if options.checkpoint_activations else ""
     say(f"training step {options.steps}, event by event{again}.\n")
-    story = (UnitStory if hasattr(engine, "units") else BucketStory)(engine, memory, options.accumulate)
-    told = explained(f"training step {options.steps}", engine, memory)
-    with watched_step(engine, memory, story=story) as seen, told:
+    kind = UnitTrace if hasattr(engine, "units") else BucketTrace
+    trace = kind(engine, memory, options.accumulate)
+    out_of_memory = explained(f"training step {options.steps}", engine, memory)
+    with watched_step(engine, memory, trace=trace) as seen, out_of_memory:
         loss = _train(engine, batch, options)
-    story.close()
-    say("\n".join([story.how_to_read(), *story.lines]))
+    trace.close()
+    say("\n".join([trace.how_to_read(), *trace.lines]))
     say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
-    say(f"alive between steps, buffers that are kept for the next one included: {memory.live / 1e6:.2f} MB")
+    say(f"alive between steps, including buffers that stay allocated: {memory.live / 1e6:.2f} MB")
     times = ""
     if (ranks := engine.world_size) > 1:
         share = seen.sent_elements / number_of_parameters(preset(options.preset)) * ranks / (ranks - 1)
@@ -118,17 +117,17 @@ def _tell(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) 
 
 
 def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
-    """One more step of all ranks, into one file; what step 0 was stands before it."""
+    """Write one more step of all ranks into one file, with step 0 before it."""
     dist.barrier()  # the ranks' clocks start here
     timeline = Timeline(engine, me.device)
     with PartsLedger(engine) as memory, named_collectives(engine, timeline), timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter
-    # The step begins where step 0 has ended on the last rank: Perfetto takes no times below zero.
+    # In the file the step begins where step 0 has ended on the last rank: Perfetto does not support negative times.
     begins = max(process_group.gathered(max(span.end for span in partition)))
     spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
-    # What is there already when the timeline is opened is there from its beginning.
+    # What was alive before the timeline was opened is alive from its beginning.
     live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
     everyone = process_group.gathered((partition + spans, live))
     if me.rank > 0:
@@ -146,29 +145,29 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
 
 
 def _partition(engine, options: argparse.Namespace) -> str:
-    """Step 0: into what the model was cut, which ranks own which parameter, and what this rank holds of it."""
+    """Step 0: how the model was cut, which ranks own which parameter, and what this rank holds."""
     psi = number_of_parameters(preset(options.preset))
     if hasattr(engine, "units"):
         count = sum(unit.module is not engine.model for unit in engine.units)
         parts = f"{count} unit{'s' if count > 1 else ''}"
-        limit = " (a transformer block each) and the root (what belongs to no unit)"
+        limit = " (a transformer block each) and the root (all other parameters)"
     else:
         count = len(buckets_of(engine))
         parts = f"{count} bucket{'s' if count > 1 else ''}"
         limit = f" of at most {options.bucket_mb:g} MiB"
     whole, shard, padding = sizes_of_layout(engine)
-    buffers = "; the gradients' buffers are made with the engine" if has_gradient_buffers(engine) else ""
+    buffers = "; the gradients' buffers are allocated with the engine" if has_gradient_buffers(engine) else ""
     return "\n".join([
         f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32",
         f"\nStep 0 partition: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
-        f"This rank owns {shard:,} elements. In all {padding} are padding: zeros that make the shards equal.",
+        f"This rank owns {shard:,} elements. {padding} elements are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
-        f"holds {held_in_words(engine)} (AdamW makes its state in its first step{buffers})\n",
+        f"holds {held_in_words(engine)} (AdamW allocates its state in its first step{buffers})\n",
     ])  # fmt: skip
 
 
 def _owners(engine, everything: bool) -> list[str]:
-    """Which ranks own which parameter, for the layout that is really used."""
+    """Which ranks own which parameter, in the engine's layout."""
     lines = []
     for name, shape, first, last in owners(engine):
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"

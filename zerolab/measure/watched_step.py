@@ -7,7 +7,7 @@
             train(engine)
     print(seen.held, seen.peak, seen.sent_bytes)
 
-The steps before it are no luxury: AdamW makes its state in the first one, DDP its buckets anew in the second.
+The steps before it are needed: AdamW allocates its state in the first one, and DDP rebuilds its buckets in the second.
 """
 
 import contextlib
@@ -20,26 +20,25 @@ from zerolab.measure.traffic import TrafficLedger
 
 
 class Seen(TrafficLedger):
-    """What was seen of one step on this rank: its `collectives`, also while the step goes on, and bytes.
+    """What was seen of one step on this rank: `collectives` (also during the step) and bytes.
 
-    `held` is empty until the update begins: {"parameters", "gradients", "optimizer"} right before it, with all
-    gradients, as the articles' tables count. `peak` is the ledger's, or on a GPU the allocator's; `ledger_peak` is
-    always the ledger's. `reserved` is what the allocator has taken from the GPU, fragments included. These three are
-    there when the step is over.
+    `held` has {"parameters", "gradients", "optimizer"} right before the update, with all gradients, as in the articles'
+    tables. It is empty until then. When the step has ended, `peak` is the ledger's peak, or on a GPU the allocator's,
+    `ledger_peak` always the ledger's, and `reserved` what the allocator has reserved, fragments included.
     """
 
-    def __init__(self, story=None):
-        super().__init__(story)
+    def __init__(self, trace=None):
+        super().__init__(trace)
         self.held: dict[str, int] = {}
         self.peak = self.ledger_peak = self.reserved = 0
 
 
 class Allocator:
-    """A GPU's caching allocator, less what it has given out when this is made: before an engine is built."""
+    """A GPU's caching allocator, minus what was allocated when this is made: before an engine is built."""
 
     def __init__(self, device: torch.device):
         warm_up(device)
-        torch.accelerator.empty_cache()  # what it has reserved for the engine before is not this one's
+        torch.accelerator.empty_cache()  # what it reserved for an earlier engine
         self._allocated = torch.accelerator.memory_allocated()
         self._reserved = torch.accelerator.memory_reserved()
 
@@ -56,26 +55,26 @@ class Allocator:
 
 
 def allocator_of(device: torch.device) -> Allocator | None:
-    """The allocator from now on; None on a CPU, which has none to ask."""
+    """The allocator from now on; None on a CPU."""
     return None if device.type == "cpu" else Allocator(device)
 
 
 @contextlib.contextmanager
-def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None, story=None):
-    """Around one training step of `engine`, inside the open ledger `memory`. Yields the `Seen` that it fills in.
+def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None, trace=None):
+    """Around one training step of `engine`, inside the open ledger `memory`. Yields a `Seen`, and fills it in.
 
-    `allocator` was made before the engine was built; `story` is the traffic ledger's.
+    `allocator` was made before the engine was built. `trace` is the traffic ledger's.
     """
     memory.begin(engine)
     meter = allocator or memory
     memory.reset_peak()
     meter.reset_peak()
-    with Seen(story) as seen:
+    with Seen(trace) as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
         try:
             yield seen
         finally:
             handle.remove()
-    if not seen.held:  # an engine that does not step its optimizer
+    if not seen.held:  # the engine does not call its optimizer's step
         seen.held.update(held_bytes(engine))
     seen.peak, seen.ledger_peak, seen.reserved = meter.peak, memory.peak, meter.reserved

@@ -22,7 +22,7 @@ from statistics import median
 
 from zerolab.measure import referee_report, tables
 from zerolab.measure.gpus import fits_on
-from zerolab.measure.ratios import ratios
+from zerolab.measure.interleaved import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
 from zerolab.run import commands
 from zerolab.run.command_line import one_line

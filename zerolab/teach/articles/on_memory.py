@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from zerolab.measure import memory
 from zerolab.measure.gpus import needed_bytes
 from zerolab.measure.held import buckets_of
-from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.memory_parts import HELD, PARTS
+from zerolab.measure.ledger import HELD, PARTS, MemoryLedger
 from zerolab.teach.articles import runs
 from zerolab.teach.articles.runs import parameters_of, saved_bytes, step, toy
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerolab.measure.held import storage_bytes
-from zerolab.measure.memory_parts import GATHERED
+from zerolab.measure.ledger import GATHERED
 from zerolab.measure.traffic import TrafficLedger, kind_of
 from zerolab.teach import by_hand
 from zerolab.teach.articles.runs import (

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zerolab.measure.fake_ranks import all_reduce_bucket, fake_ranks
-from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.memory_parts import PartsLedger
+from zerolab.measure.ledger import MemoryLedger, PartsLedger
 from zerolab.measure.sweeps import UNITS
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.engines import ENGINES, STAGES

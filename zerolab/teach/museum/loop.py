@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from zerolab.measure.memory_parts import GATHERED, PartsLedger
+from zerolab.measure.ledger import GATHERED, PartsLedger
 from zerolab.measure.timeline import Timeline
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.data import Batches, load_text

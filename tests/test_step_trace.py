@@ -1,4 +1,4 @@
-"""The told step of ZeRO-3 is the sequence that stands at the top of the chapter, in the order in which it happened."""
+"""The trace of ZeRO-3's step is the sequence at the top of the chapter, in the order of the events."""
 
 import re
 
@@ -19,8 +19,8 @@ BACKWARD = [
 ]
 
 
-def told(prefetch: int) -> dict:
-    """A toy GPT's second training step, told in lines of 120; and what the ledgers say of the same step."""
+def traced(prefetch: int) -> dict:
+    """The trace of a toy GPT's second training step, 120 columns wide, and what the ledgers measure in it."""
     import os
     from unittest.mock import patch
 
@@ -29,7 +29,7 @@ def told(prefetch: int) -> dict:
 
     from zero3 import ZeRO3
     from zerolab.measure.ledger import MemoryLedger
-    from zerolab.measure.told_step import UnitStory
+    from zerolab.measure.step_trace import UnitTrace
     from zerolab.measure.traffic import TrafficLedger
     from zerolab.run.model import GPT, GPTConfig, next_token_loss
 
@@ -38,20 +38,20 @@ def told(prefetch: int) -> dict:
         model = GPT(GPTConfig(3, 32, 2, seq=32))
         engine = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), prefetch=prefetch)
         engine.training_step(tokens, tokens, next_token_loss)
-        story = UnitStory(engine, memory)
-        with TrafficLedger(story) as traffic:
+        trace = UnitTrace(engine, memory)
+        with TrafficLedger(trace) as traffic:
             engine.training_step(tokens, tokens, next_token_loss)
-        story.close()
+        trace.close()
     with MemoryLedger(engine) as memory:
         engine.training_step(tokens, tokens, next_token_loss)
     with patch.dict(os.environ, COLUMNS="120"):  # whatever terminal the tests are started from
-        lines = story.lines
-    patched = {"send", "before_backward"} & vars(engine).keys()  # methods that the story has not given back
+        lines = trace.lines
+    patched = {"send", "before_backward"} & vars(engine).keys()  # methods that are still wrapped
     return {"lines": lines, "sent": traffic.sent_bytes, "peak": memory.peak, "patched": patched}
 
 
-def test_the_told_step_is_the_chapters_sequence(ranks):
-    for found in ranks(2).run(told, prefetch=1):
+def test_the_trace_is_the_chapters_sequence(ranks):
+    for found in ranks(2).run(traced, prefetch=1):
         lines = [line.replace("blocks.", "") for line in found["lines"]]
         texts = [re.split(r"   +\d", line)[0].strip() for line in lines if not line.startswith("  holds")]
         first, second, third = (
@@ -70,8 +70,8 @@ def test_the_told_step_is_the_chapters_sequence(ranks):
         assert not found["patched"]
 
 
-def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
-    for found in ranks(2).run(told, prefetch=0):
+def test_without_prefetching_each_unit_is_gathered_right_before_it_computes(ranks):
+    for found in ranks(2).run(traced, prefetch=0):
         lines = [re.split(r"   +\d", line)[0].strip().replace("blocks.", "") for line in found["lines"]]
         expected = ["gather 2 | compute 2 | free 2, reduce 2", "gather 1 | compute 1 | free 1, reduce 1"]
         assert [line for line in lines if line in expected] == expected, lines
@@ -79,10 +79,10 @@ def test_without_prefetching_nothing_stands_left_of_another_units_work(ranks):
 
 
 def test_micro_batches_are_numbered():
-    """Each forward and the backward behind it; with one of each there is nothing to number."""
-    from zerolab.measure.told_step import Story
+    """Each forward and its backward have the same number. With one of each there is no number."""
+    from zerolab.measure.step_trace import StepTrace
 
-    several, one = Story(None, None, 2), Story(None, None)
+    several, one = StepTrace(None, None, 2), StepTrace(None, None)
     assert several.numbered("1 forward") == "Step 1 forward, micro-batch 1 of 2"
     assert several.numbered("2 backward") == "Step 2 backward, micro-batch 1 of 2"
     assert several.numbered("1 forward") == "Step 1 forward, micro-batch 2 of 2"
