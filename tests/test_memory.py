@@ -229,6 +229,13 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, free):
         enough_memory.refuse_too_large(asked, 6, "cuda:0")
 
 
+def test_on_cpus_the_copy_that_gloo_makes_is_added():
+    asked = argparse.Namespace(**ASKED | {"engines": ["zero2"]}, preset="toy")
+    peak = dry("zero2", "2", "--preset", "toy", "--batch", "4")["peak_bytes"]
+    on_gpu, on_cpu = (enough_memory.bytes_of_rank(asked, "toy", 2, 2 * peak, device) for device in ("cuda", "cpu"))
+    assert on_gpu == peak and on_cpu == peak + 4 * number_of_parameters(preset("toy"))  # one bucket has all of them
+
+
 def test_engines_that_live_together_need_their_states_together():
     asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b")
     need = enough_memory.bytes_of_rank(asked, "70b", 4, free=1e9)

@@ -35,13 +35,13 @@ def refuse_too_large(options: argparse.Namespace, ranks: int, device: str) -> No
         return
     free, where = free_bytes(device)
     sharing = ranks if device == "cpu" else -(-ranks // accelerator.count())  # one GPU's memory
-    need = bytes_of_rank(options, options.preset, ranks, free / sharing)
+    need = bytes_of_rank(options, options.preset, ranks, free / sharing, device)
     if need * sharing <= free:
         return
     take, smaller = "take a smaller model or batch", list(PRESETS)[: list(PRESETS).index(options.preset)]
     for name in reversed(smaller):
         with contextlib.suppress(ValueError):  # a --width that this one's heads do not divide
-            if bytes_of_rank(options, name, ranks, free / sharing) * sharing <= free:
+            if bytes_of_rank(options, name, ranks, free / sharing, device) * sharing <= free:
                 take = f"take --preset {name}"
                 break
     said = f"{sharing} rank(s) need {in_words(need)} each, as a dry run says, and {in_words(free)} are free {where}"
@@ -58,7 +58,7 @@ def free_bytes(device: str) -> tuple[int, str]:
     return free, "on this machine"
 
 
-def bytes_of_rank(options: argparse.Namespace, name: str, ranks: int, free: float) -> float:
+def bytes_of_rank(options: argparse.Namespace, name: str, ranks: int, free: float, device: str = "cuda") -> float:
     """What a rank needs with the preset `name`: the largest peak of the engines, and what others hold meanwhile.
 
     Where the state alone is too much, or next to nothing of `free`, it is the state, by the formulas.
@@ -79,7 +79,9 @@ def bytes_of_rank(options: argparse.Namespace, name: str, ranks: int, free: floa
     if state > free or (usual and state < SURE * free):
         return state
     with fake_ranks(asked.ranks):
-        return others + row_of(known[held.index(max(held))], asked)["peak_bytes"]
+        row = row_of(known[held.index(max(held))], asked)
+    # Ranks on CPUs use gloo, which keeps copies that the dry run does not see.
+    return others + row["peak_bytes"] + (row["gloo_copy_bytes"] if device == "cpu" else 0)
 
 
 if __name__ == "__main__":

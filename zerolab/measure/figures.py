@@ -506,12 +506,13 @@ def losses(results: dict):
     above.plot(range(1, len(expected) + 1), expected, color=INK, linewidth=1.6)
     above.set(ylabel="loss, nats per token", xlabel=f"training step of {reference}")
     tolerance = max(run.get("tolerance", 0) for run in runs.values())
-    floor, agreements = 1e-9, []
+    floor, agreements, largest = 1e-9, [], 0.0
     for place, name in enumerate(others):
         off = [abs(a - b) for a, b in zip(runs[name]["losses"], expected)]
         # A mark per step; where many steps have the same difference the mark is darker.
         marks = engine_look(name, color=INK, linestyle="none")
         below.plot([max(value, floor) for value in off], [place] * len(off), **marks, alpha=0.35, clip_on=False)
+        largest = max([largest, *off])
         agreements.append(f"{off.count(0)} of {len(off)} equal, {max(off):.0e}" if any(off) else "all equal")
     below.secondary_yaxis("right").set_yticks(range(len(others)), agreements, fontsize=8)
     if tolerance:
@@ -525,8 +526,12 @@ def losses(results: dict):
     below.set_ylim(len(others) - 0.4, -1.1)
     light_grid(above)
     light_grid(below, "x")
-    equal = f"{agreements.count('all equal')} of {len(others)} engines"
-    finding = f"The losses of {equal} equal {reference}'s to the bit in all {len(expected)} steps"
+    equal = agreements.count("all equal")
+    if equal:
+        finding = f"The losses of {equal} of {len(others)} engines equal {reference}'s to the bit in all "
+        finding += f"{len(expected)} steps"
+    else:
+        finding = f"All losses are within {largest:.0e} nats of {reference}'s"
     title(figure, finding, f"GPT {results['preset']}, {results['world_size']} ranks, {results['dtype']}")
     return figure
 
@@ -586,6 +591,7 @@ def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] |
         message = f"figure {name!r} cannot be drawn from {', '.join(paths)}: use a file of {FIGURES[name].command}"
         raise ValueError(message) from error
     path = Path(folder, f"{name}.png").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
     return str(path)
 
