@@ -22,7 +22,7 @@ PROSE = {page: CODE.sub("", text) for page, text in PAGES.items()}
 def test_what_is_generated_is_up_to_date_and_every_block_is_shown_somewhere():
     shown = set()
     for page, text in PAGES.items():
-        assert docs.generate(text, page) == text, f"{page}: ./launch.sh docs writes it anew"
+        assert docs.generate(text, page) == text, f"{page}: run ./launch.sh docs"
         shown |= {block["name"] for block in docs.BLOCK.finditer(text)}
         # There GitHub takes the whole line for HTML, and shows it apart from its paragraph.
         assert re.findall(r"^<!-- generated: .*-->.+<!-- end -->", text, re.MULTILINE) == [], page
@@ -54,7 +54,7 @@ def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
 
 def test_tables_are_measurements():
     """The README's table against the file it names: every number of an engine's row is one of its run's."""
-    runs = docs.result(docs.SHOWN["referee"]["readme"]["file"])["runs"]
+    runs = docs.result(docs.REFEREE["readme"].file)["runs"]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGES["README.md"], re.MULTILINE)
     assert [name for name, _ in rows] == ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
     for name, row in rows:

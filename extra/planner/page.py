@@ -53,7 +53,13 @@ def plan_articles() -> str:
     return markdown(result("plan-articles"))
 
 
-BLOCKS = docs.by_name(plan_validation, plan_groups, plan_summary, plan_missed, plan_articles)
+BLOCKS = {
+    "plan-validation": plan_validation,
+    "plan-groups": plan_groups,
+    "plan-summary": plan_summary,
+    "plan-missed": plan_missed,
+    "plan-articles": plan_articles,
+}
 
 
 def draw(name: str, folder: Path = RESULTS / "figures") -> Path:

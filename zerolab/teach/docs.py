@@ -1,4 +1,4 @@
-"""`./launch.sh docs`: puts what was measured, and what the code says of itself, into README.md and docs/.
+"""`./launch.sh docs`: writes the tables and figures of README.md and docs/, from results/ and from the code.
 
 A page is written by hand except between two marks, which a reader on GitHub does not see:
 
@@ -6,9 +6,9 @@ A page is written by hand except between two marks, which a reader on GitHub doe
     ...
     <!-- end -->
 
-What stands there is written by the function of that name in `BLOCKS`, from results/*.json or from the code.
-`./launch.sh docs --check` writes nothing and names what is stale. Without it the figures are drawn, too, from results/
-to results/figures/; `./launch.sh docs --figure losses --from FILE --out FOLDER` draws one of them from your file.
+`BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing and lists stale pages.
+Without it the figures are drawn too, into results/figures/. `./launch.sh docs --figure losses --from FILE --out FOLDER`
+draws one figure from your own file.
 """
 
 import json
@@ -17,6 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +28,7 @@ from zerolab.measure.report import TITLES as OF_A_MACHINE
 from zerolab.run import commands
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
-from zerolab.teach import articles, written
+from zerolab.teach import articles
 from zerolab.teach.articles.__main__ import counts, markdown
 from zerolab.teach.museum.exhibits import EXHIBITS
 
@@ -37,11 +38,12 @@ BLOCK = re.compile(
 )
 
 MEMORY = "memory-7b-8ranks.json"
-SHOWN = written.beside(__file__)
+LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
+ARTICLE_GB = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # for 7e9 parameters
 
 
 def result(name: str):
-    """What results/`name` holds."""
+    """The content of results/`name`."""
     return json.loads((ROOT / "results" / name).read_text())
 
 
@@ -53,19 +55,59 @@ def table(titles: str, rows: list[list[str]]) -> str:
 # The referee.
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A report of the referee in results/, and the columns of the tables that a page shows."""
+
+    file: str
+    tables: tuple[tuple[str, ...], ...]
+
+
+REFEREE = {
+    "readme": Shown(
+        "referee-cpu-2ranks-3.json",
+        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB", "step ms", "x ddp"),),
+    ),
+    "all": Shown(
+        "referee-cpu-2ranks-3.json",
+        (
+            ("first loss", "last loss", "diff to ddp", "step ms", "x ddp", "tokens/s"),
+            ("params MB", "grads MB", "optim MB", "peak MB", "sent MB"),
+        ),
+    ),
+    "bf16": Shown(
+        "referee-cpu-2ranks-bf16.json",
+        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB"),),
+    ),
+    "deepspeed": Shown(
+        "referee-deepspeed-cpu.json",
+        (("diff to ddp", "params MB", "grads MB", "optim MB", "peak MB", "sent MB", "step ms"),),
+    ),
+}
+TITLES = {  # in a page, where they differ from the command's
+    "params MB": "parameters MB",
+    "grads MB": "gradients MB",
+    "optim MB": "optimizer MB",
+    "x ddp": "x DDP",
+    "sent MB": "sent MB/step",
+    "diff to ddp": "difference from DDP",
+}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
+
+
 def conditions(report: dict, file: str) -> str:
-    """What a report was measured on, in one sentence."""
+    """How a report was measured, in one sentence."""
     return (
-        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {SHOWN['dtypes'][report['dtype']]}, AdamW, "
+        f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {DTYPES[report['dtype']]}, AdamW, "
         f"{report['world_size']} ranks over {report['backend']},\n{report['hardware']}, "
         f"torch {report['torch']} (`results/{file}`)."
     )
 
 
 def referee(which: str, *names: str) -> str:
-    """Rows of the table that the referee prints: of these engines, or of all."""
-    shown, titles = SHOWN["referee"][which], SHOWN["titles"]
-    report, lines = result(shown["file"]), []
+    """Rows of the referee's table: of the engines `names`, or of all."""
+    shown = REFEREE[which]
+    report, lines = result(shown.file), []
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
@@ -73,18 +115,18 @@ def referee(which: str, *names: str) -> str:
         printed = referee_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
         lines.append({**printed, "held MB": f"{held:.2f}"})
     made = []
-    for columns in shown["tables"]:
+    for columns in shown.tables:
         rows = [[line[column] for column in ("engine", *columns)] for line in lines]
-        made.append(tables.markdown([["engine", *(titles.get(column, column) for column in columns)], *rows]))
-    return "\n\n".join([*made, conditions(report, shown["file"])])
+        made.append(tables.markdown([["engine", *(TITLES.get(column, column) for column in columns)], *rows]))
+    return "\n\n".join([*made, conditions(report, shown.file)])
 
 
 def launches() -> str:
     """The ratios of step times over several launches."""
     rows = []
-    for name, values in ratios([result(file) for file in SHOWN["launches"]]).items():
+    for name, values in ratios([result(file) for file in LAUNCHES]).items():
         rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
-    return table(f"step time, {len(SHOWN['launches'])} launches | median | lowest | highest", rows)
+    return table(f"step time, {len(LAUNCHES)} launches | median | lowest | highest", rows)
 
 
 # Memory, in GB of 10^9 bytes.
@@ -96,7 +138,7 @@ def memory_peaks() -> str:
     for name, row in result(MEMORY)["engines"].items():
         label = f"`{name}` (stand-in)" if row.get("stand_in") else f"`{name}`"
         held, peak = sum(row["held_bytes"].values()), row["peak_bytes"]
-        sizes = [f"{held / 1e9:,.2f}", SHOWN["article"].get(name, ""), f"{peak / 1e9:,.2f}"]
+        sizes = [f"{held / 1e9:,.2f}", ARTICLE_GB.get(name, ""), f"{peak / 1e9:,.2f}"]
         rows.append([label, *sizes, f"{fits_on(peak)[0]} GB"])
     return table("engine | held, GB | article, GB | peak, GB | smallest GPU", rows)
 
@@ -117,7 +159,7 @@ def memory_state() -> str:
 
 
 def sweep(*words: str) -> str:
-    """One sweep: a row per choice. `words`: those of its name, without commas."""
+    """One sweep: a row per choice. `words` are the words of its name, without commas."""
     sweep = " ".join(words)
     names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
     rows = []
@@ -128,11 +170,11 @@ def sweep(*words: str) -> str:
     return table(f"{sweep} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
 
 
-# The machines that a report was sent from.
+# The machines whose reports are in results/.
 
 
 def machines() -> str:
-    """A row per results/*/report.md: the one that stands at its top."""
+    """The first row of each results/*/report.md."""
     rows = [OF_A_MACHINE]
     for file in sorted((ROOT / "results").glob("*/report.md")):
         name, *rest = file.read_text().splitlines()[4].strip("| ").split(" | ")
@@ -162,7 +204,7 @@ OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")  #
 
 
 def conformance() -> str:
-    """How many tests have which outcome, for every engine that was asked."""
+    """How many tests have which outcome, for every engine that was tested."""
     report, rows = result(CONFORMANCE), []
     for name, found in report["engines"].items():
         count = Counter(one["outcome"] for one in found.values())
@@ -185,7 +227,7 @@ def conformance_differs() -> str:
 
 
 def exhibits_of(which: str) -> str:
-    """The museum's numbers for a chapter, or for "engines"."""
+    """The numbers of the museum's exhibits about a chapter, or about "engines"."""
     numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == which]
     return ", ".join(map(str, numbers))
 
@@ -193,25 +235,20 @@ def exhibits_of(which: str) -> str:
 Blocks = dict[str, Callable[..., str]]
 
 
-def by_name(*blocks: Callable[..., str]) -> Blocks:
-    """{the name between the marks: the function}"""
-    return {block.__name__.replace("_", "-"): block for block in blocks}
-
-
-BLOCKS = by_name(
-    referee,
-    launches,
-    sweep,
-    machines,
-    memory_peaks,
-    memory_state,
-    article,
-    claims,
-    exhibits,
-    exhibits_of,
-    conformance,
-    conformance_differs,
-)
+BLOCKS: Blocks = {  # the name between the marks, and the function that writes the block
+    "referee": referee,
+    "launches": launches,
+    "sweep": sweep,
+    "machines": machines,
+    "memory-peaks": memory_peaks,
+    "memory-state": memory_state,
+    "article": article,
+    "claims": claims,
+    "exhibits": exhibits,
+    "exhibits-of": exhibits_of,
+    "conformance": conformance,
+    "conformance-differs": conformance_differs,
+}
 
 
 def pages() -> list[Path]:
@@ -220,14 +257,14 @@ def pages() -> list[Path]:
 
 
 def generate(text: str, where: str = "a page", blocks: Blocks = BLOCKS) -> str:
-    """`text` with every block written anew. Raises ValueError for a block that nobody can write."""
+    """`text` with every block regenerated. Raises ValueError for a block that is not in `blocks`."""
 
     def write(block: re.Match) -> str:
         name = block["name"]
         if name not in blocks:
             raise ValueError(f"{where}: no block {name!r}; there are: {', '.join(blocks)}")
         made = blocks[name](*(block["arguments"] or "").split())
-        # GitHub wants empty lines around a table; what is one line stays in its sentence.
+        # GitHub requires empty lines around a table. A block of one line stays in its sentence.
         return block["begin"] + (f"\n\n{made.strip()}\n\n" if "\n" in made else made) + block["end"]
 
     if text.count("<!-- generated: ") != len(BLOCK.findall(text)):
@@ -236,7 +273,7 @@ def generate(text: str, where: str = "a page", blocks: Blocks = BLOCKS) -> str:
 
 
 def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False) -> int:
-    """Write what is stale in these pages, or with `check` only say it. Returns how many pages are stale then."""
+    """Write the stale blocks of these pages, or with `check` only list the pages. Returns how many are stale then."""
     stale = 0
     for path in pages:
         name, old = path.relative_to(ROOT), path.read_text()
@@ -245,7 +282,7 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
             continue
         stale += 1
         if check:
-            print(f"stale: {name}; {command} writes it anew")
+            print(f"stale: {name}; run {command}")
         else:
             path.write_text(new)
             print(f"written: {path}")
@@ -264,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
         if options.check:
             return int(stale > 0)
-    from zerolab.measure import figures  # matplotlib is needed here alone
+    from zerolab.measure import figures  # only here, because it imports matplotlib
 
     for name in figures.FIGURES if options.figure is None else [options.figure]:
         print(f"written: {figures.draw(name, options.out or FIGURES, options.source)}", flush=True)
