@@ -190,20 +190,21 @@ def allocated_before_a_case():
     return torch.cuda.memory_allocated()
 
 
-HELD = {  # (parameters, gradients, optimizer state) of Ψ parameters in bytes; n: number of ranks
-    "zero1": lambda psi, n: (4 * psi, 4 * psi, 8 * psi // n),
-    "zero2": lambda psi, n: (4 * psi, 4 * psi // n, 8 * psi // n),
-    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
+# Bytes of parameters, gradients and optimizer state: what is whole, per parameter, and what is divided by the ranks.
+HELD = {
+    "zero1": [(4, 0), (4, 0), (0, 8)],
+    "zero2": [(4, 0), (0, 4), (0, 8)],
+    "zero3": [(0, 4), (0, 4), (0, 8)],
 }
 HELD_IN_BFLOAT16 = {
-    "zero1": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi, 8 * psi // n),
-    "zero2": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi // n, 8 * psi // n),
-    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
+    "zero1": [(2, 4), (4, 0), (0, 8)],
+    "zero2": [(2, 4), (0, 4), (0, 8)],
+    "zero3": [(0, 4), (0, 4), (0, 8)],
 }
 HELD_WITH_OFFLOAD = {  # on the GPU and in the host's memory together
-    "zero1": lambda psi, n: (4 * psi + 4 * psi // n, 4 * psi + 4 * psi // n, 8 * psi // n),
-    "zero2": lambda psi, n: (4 * psi + 4 * psi // n, 4 * psi // n, 8 * psi // n),
-    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
+    "zero1": [(4, 4), (4, 4), (0, 8)],
+    "zero2": [(4, 4), (0, 4), (0, 8)],
+    "zero3": [(0, 4), (0, 4), (0, 8)],
 }
 ON_GPU_WITH_OFFLOAD = {"zero1": 8, "zero2": 4, "zero3": 0}  # bytes per parameter: whole weights, whole gradients
 
@@ -215,7 +216,7 @@ def held_bytes_are_the_accounting(stage, options):
     model = layers_on_gpu()
     psi = sum(param.numel() for param in model.parameters())
     held = HELD_IN_BFLOAT16 if "param_dtype" in options else HELD_WITH_OFFLOAD if "offload_policy" in options else HELD
-    expected = held[name](psi, dist.get_world_size())
+    expected = [whole * psi + divided * psi // dist.get_world_size() for whole, divided in held[name]]
     engine = STAGES[stage](model, ADAMW(model.parameters()), **options)
     for step in range(2):
         engine.zero_grad()

@@ -417,12 +417,16 @@ def test_padding_is_all_that_uneven_sizes_add(ranks, stage, make):
     assert 2 * exact <= everywhere <= 2 * (exact + padding), (exact, everywhere, padding)
 
 
-PEAKS = {
-    # accounting at the end of each chapter: Ψ, N, B: bytes of a bucket, R: root, U: unit, H: root's early gradients
-    ZeRO1: lambda psi, n, b, r, u, h: 8 * psi + 8 * psi / n + u,
-    ZeRO2: lambda psi, n, b, r, u, h: 4 * psi + 12 * psi / n + (2 - 1 / n) * b,
-    ZeRO3: lambda psi, n, b, r, u, h: 16 * psi / n + r + h + 4 * u - (r + 2 * u) / n,
-}
+def accounting(stage, psi, n, bucket, root, unit, head):
+    """The peak in bytes, as at the end of each chapter. `psi` counts parameters, the others are bytes.
+
+    head    the root's first gradients, which stay whole until the last one has come
+    """
+    if stage is ZeRO1:
+        return 8 * psi + 8 * psi / n + unit
+    if stage is ZeRO2:
+        return 4 * psi + 12 * psi / n + (2 - 1 / n) * bucket
+    return 16 * psi / n + root + head + 4 * unit - (root + 2 * unit) / n
 
 
 @pytest.mark.parametrize("ranks", [2, *thorough(4)])
@@ -433,7 +437,7 @@ def test_peak_is_the_accounting(ranks, stage):
     engine, peak = peak_of(stage)
     psi = sum(param.numel() for param in engine.model.parameters())
     unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
-    expected = PEAKS[stage](psi, ranks, unit, root, unit, head)
+    expected = accounting(stage, psi, ranks, unit, root, unit, head)
     activations = 40_000  # seven activations of 256 floats and their gradients, the batch, AdamW's counters
     assert expected - unit / 4 <= peak <= expected + activations, (expected, peak, (peak - expected) / unit)
 
@@ -624,23 +628,51 @@ def stepped(model):
     return optimizer
 
 
-REFUSED = {
-    "not an optimizer": (TypeError, "expected an optimizer", lambda model: torch.optim.AdamW),
-    "LBFGS": (ValueError, "looks at whole tensors", lambda model: torch.optim.LBFGS(model.parameters())),
-    "Adafactor": (ValueError, "looks at whole tensors", lambda model: torch.optim.Adafactor(model.parameters())),
-    "two groups": (ValueError, "parameter groups", two_groups),
-    "left out": (ValueError, "not in the optimizer: ['head.weight'", lambda model: ADAMW([*model.parameters()][:-2])),
-    "foreign": (ValueError, "not the model's", lambda model: ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))])),
-    "stepped": (ValueError, "has made steps already", stepped),
-    "all frozen": (ValueError, "nothing to train", lambda model: ADAMW(model.requires_grad_(False).parameters())),
-    "meta": (ValueError, "move the model to one device", lambda model: ADAMW(model.to("meta").parameters())),
-    "two devices": (ValueError, "move the model to one device", lambda model: ADAMW(half_on_meta(model).parameters())),
-}
+def no_instance(model):
+    return torch.optim.AdamW
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters())
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
+
+
+def left_out(model):
+    return ADAMW([*model.parameters()][:-2])
+
+
+def foreign(model):
+    return ADAMW([*model.parameters(), nn.Parameter(torch.ones(1))])
+
+
+def all_frozen(model):
+    return ADAMW(model.requires_grad_(False).parameters())
+
+
+def on_meta(model):
+    return ADAMW(model.to("meta").parameters())
 
 
 def half_on_meta(model):
     model.head.to("meta")
-    return model
+    return ADAMW(model.parameters())
+
+
+REFUSED = {
+    "not an optimizer": (no_instance, TypeError, "expected an optimizer"),
+    "LBFGS": (lbfgs, ValueError, "looks at whole tensors"),
+    "Adafactor": (adafactor, ValueError, "looks at whole tensors"),
+    "two groups": (two_groups, ValueError, "parameter groups"),
+    "left out": (left_out, ValueError, "not in the optimizer: ['head.weight'"),
+    "foreign": (foreign, ValueError, "not the model's"),
+    "stepped": (stepped, ValueError, "has made steps already"),
+    "all frozen": (all_frozen, ValueError, "nothing to train"),
+    "meta": (on_meta, ValueError, "move the model to one device"),
+    "two devices": (half_on_meta, ValueError, "move the model to one device"),
+}
 
 
 @two_ranks
@@ -649,7 +681,7 @@ def half_on_meta(model):
 @on_every_rank
 def test_refuses_before_anything_is_sent(ranks, stage, case):
     """A build that cannot train raises on every rank, sends nothing, and leaves the model as it was."""
-    error, text, make_optimizer = REFUSED[case]
+    make_optimizer, error, text = REFUSED[case]
     model = seeded(Blocks)
     optimizer = make_optimizer(model)
     with Recorder() as recorder:

@@ -47,20 +47,40 @@ def all_frozen(model):
     return MOMENTUM(model.requires_grad_(False).parameters())
 
 
+def no_instance(model):
+    return torch.optim.AdamW
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
+
+
+def left_out(model):
+    return MOMENTUM([*model.parameters()][:-1])
+
+
+def foreign(model):
+    return MOMENTUM([*model.parameters(), nn.Parameter(torch.ones(1))])
+
+
+def as_usual(model):
+    return MOMENTUM(model.parameters())
+
+
 BUILDS = {  # what is done to the model, which gives an optimizer; options; the error's text
     "scripted": (scripted, {}, "scripted"),
     "max_norm": (max_norm, {}, "max_norm"),
     "tied by data": (tied_by_data, {}, "share memory"),
     "stepped": (stepped, {}, "has made steps already"),
     "all frozen": (all_frozen, {}, "nothing to train"),
-    "not an optimizer": (lambda model: torch.optim.AdamW, {}, "expected an optimizer"),
-    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), {}, "looks at whole tensors"),
-    "left out": (lambda model: MOMENTUM([*model.parameters()][:-1]), {}, "not in the optimizer: .*head.bias"),
-    "foreign": (lambda model: MOMENTUM([*model.parameters(), nn.Parameter(torch.ones(1))]), {}, "not the model's"),
-    "param_dtype": (lambda model: MOMENTUM(model.parameters()), {"param_dtype": torch.int8}, "param_dtype.*int8"),
-    "reduce_dtype": (lambda model: MOMENTUM(model.parameters()), {"reduce_dtype": torch.int8}, "reduce_dtype.*int8"),
-    "no dtype": (lambda model: MOMENTUM(model.parameters()), {"param_dtype": "bfloat16"}, "param_dtype.*'bfloat16'"),
-    "no policy": (lambda model: MOMENTUM(model.parameters()), {"offload_policy": True}, "offload_policy.*True"),
+    "not an optimizer": (no_instance, {}, "expected an optimizer"),
+    "Adafactor": (adafactor, {}, "looks at whole tensors"),
+    "left out": (left_out, {}, "not in the optimizer: .*head.bias"),
+    "foreign": (foreign, {}, "not the model's"),
+    "param_dtype": (as_usual, {"param_dtype": torch.int8}, "param_dtype.*int8"),
+    "reduce_dtype": (as_usual, {"reduce_dtype": torch.int8}, "reduce_dtype.*int8"),
+    "no dtype": (as_usual, {"param_dtype": "bfloat16"}, "param_dtype.*'bfloat16'"),
+    "no policy": (as_usual, {"offload_policy": True}, "offload_policy.*True"),
 }
 
 
@@ -124,14 +144,18 @@ def add_buffer(model):
     model.register_buffer("more", torch.zeros(2))
 
 
+def change_nothing(model):
+    pass
+
+
 DIFFERENT = {
     "frozen": (freeze_head, {}),
     "a dtype": (cast_head, {}),
     "a block more": (add_block, {}),
     "a buffer more": (add_buffer, {}),
-    "find_unused": (lambda model: None, {"find_unused": True}),
-    "param_dtype": (lambda model: None, {"param_dtype": torch.bfloat16}),
-    "reduce_dtype": (lambda model: None, {"reduce_dtype": torch.float32}),
+    "find_unused": (change_nothing, {"find_unused": True}),
+    "param_dtype": (change_nothing, {"param_dtype": torch.bfloat16}),
+    "reduce_dtype": (change_nothing, {"reduce_dtype": torch.float32}),
 }
 
 
