@@ -31,7 +31,7 @@ from functools import partial
 
 import torch
 
-from zerolab.measure import breakdown, proof, referee_report, tables
+from zerolab.measure import proof, referee_report, step_time, tables
 from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import WARM_UP, take_turns
@@ -230,7 +230,7 @@ class Referee:
                 config, ranks = preset(self.options.preset), 1 if name == "single" else self.me.world_size
                 run["mfu"] = mfu(tokens_per_s, config, self.options.seq, self.options.dtype, ranks, self.me.device)
         if self.options.breakdown or self.options.slow_rank:
-            breakdown.add(runs, engines, steps, self.options.timed_steps, self.me, self.meet)
+            step_time.break_down(runs, engines, steps, self.options.timed_steps, self.me, self.meet)
 
     def timed_step(self, engine, batch) -> None:
         """A step, after the delay of `--slow-rank`."""

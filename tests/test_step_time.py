@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2_compare as referee
-from zerolab.measure import referee_report, step_report, step_time, timeline
+from zerolab.measure import referee_report, step_time, timeline
 from zerolab.measure.timeline import Span, Wait
 from zerolab.run.model import GPTConfig
 
@@ -204,11 +204,11 @@ def test_who_is_the_slowest_and_where():
     found = step_time.summary([fast, slow, fast])
     assert [rank["step_ms"] for rank in found["ranks"]] == pytest.approx([1100 / 3] * 3, abs=0.001)
     assert (found["slowest_rank"], found["slowest_in_steps"]) == (1, [1, 3])
-    assert found["lead_ms"] == 200 and step_report.stands_out(found)
+    assert found["lead_ms"] == 200 and step_time.stands_out(found)
     even = step_time.summary([fast, fast])
-    assert not step_report.stands_out(even) and "No rank" in step_report.slowest_words(even)
+    assert not step_time.stands_out(even) and "No rank" in step_time.slowest_rank(even)
     alone = step_time.summary([slow, []])  # what is trained on one rank alone has nobody to wait for
-    assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_report.slowest_words(alone) == ""
+    assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_time.slowest_rank(alone) == ""
 
 
 @pytest.mark.parametrize("mfu, said", ((0.4567, "45.7"), (None, "-")))  # None: a GPU that is not in the list
@@ -261,7 +261,7 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
     right = (
         abs(fast["step_ms"] - slow["step_ms"]) < 0.6 * delay_ms
         and found["slowest_rank"] == 1
-        and step_report.stands_out(found)
+        and step_time.stands_out(found)
         and fast["waiting_ms"] > 0.6 * delay_ms  # it waits for the other rank, and in that time no bytes move
         and all(other < fast["waiting_ms"] for other in others)
     )

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from zerolab.measure import proof, step_report, tables
+from zerolab.measure import proof, step_time, tables
 from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.engines import DTYPES, who_trained
 from zerolab.run.model import number_of_parameters, preset
@@ -156,5 +156,5 @@ def results(result: dict, reference: str) -> str:
     lines += [NO_RESHARD] * ("fsdp2_no_reshard" in runs) + [MFU] * on_gpu
     lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
     if any(run.get("step_time") for run in runs.values()):
-        lines += ["", step_report.where_time_goes(result)]
+        lines += ["", step_time.table(result)]
     return "\n".join(lines)

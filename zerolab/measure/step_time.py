@@ -1,15 +1,18 @@
-"""Where the time of a step goes, per rank: own work, waiting for the slowest rank, moving bytes, and what overlaps.
+"""Where the time of a step goes on each rank: own work, waiting for the slowest rank, exposed communication.
 
 Every moment of a rank's step belongs to exactly one of these, so their sum is the step:
 
     compute     an operation of forward, backward or a reduction runs
     optimizer   an operation of step 4 runs
-    host        between operations, and nobody is waited for: Python, autograd, the data; on a GPU it idles meanwhile
-    waiting     this rank cannot go on, because another one has not issued the collective yet
-    exposed     this rank cannot go on, because bytes are on their way: per kind of collective
+    host        no operation runs, and the rank waits for nothing: Python, autograd, the data. A GPU is idle meanwhile
+    waiting     the rank waits for a collective that another rank has not issued yet
+    exposed     the rank waits for a collective whose bytes are in flight: per kind of collective
 
 The first three are a rank's **own work**. A collective begins to move bytes when the last of its ranks has issued it.
-Bytes that move while this rank does its own work are **overlapped**: they cost nothing.
+Bytes that move while this rank does its own work are **overlapped**: they cost no time.
+
+`watch` measures steps, `divide` takes one step of one rank apart, `summary` makes it JSON, and `table` and `sentences`
+print it. Timelines are compared over ranks, so the clocks must be: `clock_offset`.
 """
 
 import platform
@@ -17,18 +20,23 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
+from zerolab.measure import tables
 from zerolab.measure.timeline import STEPS, Span, Timeline, Wait
-from zerolab.run.process_group import gathered
+from zerolab.run.process_group import Rank, gathered, largest
+from zerolab.run.progress import with_progress
 
 Interval = tuple[float, float]
 OWN = ("compute", "optimizer", "host")
 UPDATE = "4 update the shard"
 OPERATION = "operation"
+WATCHED_STEPS = 5  # of each engine, or as many as are timed
+MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
 def divide(
@@ -40,13 +48,13 @@ def divide(
     collectives: list[Span],
 ) -> dict:
     """The step from `begin` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
-    "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" are
-    the kinds whose end the backend does not tell before they are waited for: their overlapped time is at most that.
+    "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" has
+    the kinds whose end the backend reports only when somebody waits for them: their overlapped time is an upper limit.
 
-    `updates` are the times of step 4. All on one clock.
+    `updates` are the times of step 4. All times are on one clock.
     """
     spent, exposed, overlapped = Counter(), Counter(), Counter()
-    reached, going_on = begin, []  # what goes on, in the order in which it began
+    reached, going_on = begin, []  # what is going on, in the order in which it began
     for moment, begins, what in [*_changes(operations, updates, waits, collectives), (end, True, None)]:
         seconds = min(moment, end) - max(reached, begin)
         if seconds > 0:
@@ -56,10 +64,10 @@ def divide(
                 spent["waiting"] += seconds
             elif awaited in going_on:
                 exposed[awaited.name] += seconds
-            else:  # when the collective has ended, the host still has to notice
+            else:  # also when the collective has ended, and the host has not noticed yet
                 working = "optimizer" if UPDATE in going_on else "compute"
                 spent[working if OPERATION in going_on else "host"] += seconds
-                if moving is not None:  # two at a time count once, for the one that began first
+                if moving is not None:  # two at a time count once, for the first
                     overlapped[moving.name] += seconds
         reached = moment
         (going_on.append if begins else going_on.remove)(what)
@@ -69,7 +77,7 @@ def divide(
 
 
 def _changes(operations, updates, waits, collectives) -> list[tuple]:
-    """(when, whether it begins or ends, what) of all that goes on, in order."""
+    """(when, True if it begins or False if it ends, what) of everything, in order."""
     intervals = [(OPERATION, *times) for times in operations]
     intervals += [(UPDATE, *times) for times in updates]
     intervals += [(wait, wait.start, wait.end) for wait in waits]
@@ -83,8 +91,8 @@ def _changes(operations, updates, waits, collectives) -> list[tuple]:
 def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) -> list[float]:
     """When the last rank issued each of `rank`'s collectives, in their order.
 
-    `issued[r]` has, for each collective of rank r in order, (ranks that take part, when r issued it) on one clock. A
-    collective carries no name: the k-th one of a group on one rank meets the k-th of that group on the others.
+    `issued[r]` has, for each collective of rank r in order, (its ranks, when r issued it) on one clock. A collective
+    carries no name: the k-th one of a group on one rank meets the k-th one of that group on the others.
     """
     latest, of_rank = {}, []
     for other, own in enumerate(issued):
@@ -99,7 +107,7 @@ def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) ->
 
 
 def machine() -> str:
-    """What processes with one clock share: the boot of their machine."""
+    """An identifier that processes with the same clock share: that of their machine's boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -108,10 +116,10 @@ def machine() -> str:
 
 
 def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """(how far this rank's clock is ahead of rank 0's, how far off that may be), both in seconds. A collective.
+    """(how far this rank's clock is ahead of rank 0's, the largest error of that), both in seconds. A collective.
 
-    On one machine all processes read one clock: (0, 0). Else it is bounded by barriers: no rank leaves one before
-    every rank has entered it. The error is at most half of the shortest barrier that was seen.
+    On one machine all processes read one clock: (0, 0). Otherwise barriers give bounds: no rank leaves one before every
+    rank has entered it. The error is at most half of the shortest barrier.
     """
     if len(set(gathered(here or machine()))) == 1:
         return 0.0, 0.0
@@ -133,8 +141,8 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
           offset: float = 0.0, meet: Callable[[], None] = lambda: None) -> list[list[dict]]:  # fmt: skip
     """[what `divide` returns for each step] for each rank, of `steps` calls of `train` in a row. A collective.
 
-    `train` is None on a rank that takes no part. `offset` is this rank's `clock_offset`. There is no barrier between
-    the steps, as in training. `meet` is called after them, before the ranks tell each other.
+    `train` is None on a rank that does not run it. `offset` is this rank's `clock_offset`. There is no barrier between
+    the steps, as in training. `meet` is called after them, before the ranks exchange what they have seen.
     """
     dist.barrier()
     marks = []
@@ -154,17 +162,17 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
 
 
 def own_work(step: dict) -> float:
-    """Seconds of a step that this rank worked itself: neither waiting nor for bytes."""
+    """Seconds of own work in a step: neither waiting nor exposed."""
     return sum(step[part] for part in OWN)
 
 
 def summary(ranks: list[list[dict]]) -> dict:
-    """What goes into a report's JSON, from `watch`: milliseconds, means over the steps, and who was the slowest.
+    """What `watch` returns, as JSON: milliseconds, means over the steps, and which rank was the slowest.
 
     {"steps": how many, "ranks": [{"rank", "step_ms", "own_ms", "compute_ms", "optimizer_ms", "host_ms", "waiting_ms",
     "exposed_ms": {kind: ms}, "overlapped_ms": {kind: ms}, "told_late", "steps_own_ms": [each]}], "slowest_rank": the
-    one that did the most own work, "slowest_in_steps": numbers of the steps, from 1, in which it was, "lead_ms": by how
-    much more than the next}; the medians of the steps decide. The last three are None where only one rank took part.
+    one with the most own work, "slowest_in_steps": the steps, from 1 on, in which it was the slowest, "lead_ms": how
+    much more own work it did than the next one}. Medians over the steps decide. With one rank the last three are None.
     """
     rows = [_of_rank(rank, steps) for rank, steps in enumerate(ranks) if steps]
     found = {"steps": max(map(len, ranks)), "ranks": rows}
@@ -191,10 +199,130 @@ def _of_rank(rank: int, steps: list[dict]) -> dict:
 
 
 def _leads(row: dict, rows: list[dict]) -> list[float]:
-    """By how many milliseconds of own work this rank was ahead of the next, or behind the first, in each step."""
+    """How many milliseconds of own work more than every other rank this rank did in each step (negative: fewer)."""
     others = [other["steps_own_ms"] for other in rows if other is not row]
     return [own - max(theirs) for own, *theirs in zip(row["steps_own_ms"], *others)]
 
 
 def _mean(seconds: Iterable[float]) -> float:
     return round(statistics.fmean(seconds) * 1e3, 3)
+
+
+def break_down(
+    runs: dict[str, dict],
+    engines: dict[str, object],
+    steps: dict[str, Callable[[], None] | None],
+    timed_steps: int,
+    me: Rank,
+    meet: Callable[[str], None],
+) -> None:
+    """Fill in `step_time` of each run of the referee, from a few more steps on a timeline. A collective."""
+    offset, unsure = clock_offset()
+    (unsure,) = largest([1e3 * unsure], me)
+    for name in with_progress(runs, "what a step is spent on", me.rank == 0):
+        number = min(WATCHED_STEPS, timed_steps)
+        watched = watch(steps[name], number, engines.get(name), me.device, offset, partial(meet, name))
+        runs[name]["step_time"] = {"clocks_unsure_by_ms": round(unsure, 4), **summary(watched)}
+
+
+# As text.
+
+
+LOOK_AT_OWN_WORK = """\
+Look at own work. In synchronous training the step times of all ranks are equal, because each step takes as long as
+the slowest rank. A slow rank has more own work, and the others wait for it.
+"""
+PARTS_OF_A_STEP = """\
+own work: computation, optimizer, and the host between operations. waiting: another rank has not issued the
+collective yet. exposed: the rank waits while bytes are in flight. overlapped: bytes are in flight during own
+work, which costs no time; in %: of all the time in which bytes are in flight."""
+
+
+def table(result: dict) -> str:
+    """What the referee prints with --breakdown, from the result that it writes as JSON."""
+    runs = {name: run["step_time"] for name, run in result["runs"].items() if run.get("step_time")}
+    steps = next(iter(runs.values()))["steps"]
+    rows, clear, unclear = [], [], []
+    for name, found in runs.items():
+        rows += _rank_rows(name, found)
+        if stands_out(found):
+            clear.append(f"{name}: {slowest_rank(found)}")
+        elif name != "single":
+            unclear.append(name)
+    begin = f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s)."
+    lines = [begin, LOOK_AT_OWN_WORK, *tables.text(tables.rows_of(rows)), PARTS_OF_A_STEP, *clear]
+    if unclear:
+        lines.append(f"No rank stands out: {', '.join(unclear)}.")
+    if result["slow_rank"]:
+        rank, seconds = result["slow_rank"]
+        lines.append(f"--slow-rank: rank {rank} was delayed by {seconds * 1e3:g} ms in every timed step.")
+        if "single" in runs:
+            lines.append("single was not delayed: it is one process.")
+    if unsure := max(found["clocks_unsure_by_ms"] for found in runs.values()):
+        lines.append(
+            f"The clocks of several machines were compared: waiting and exposed may be off by {unsure:.3f} ms."
+        )
+    if any(row["overlapped"].startswith("<=") for row in rows):
+        lines.append(
+            "<=: an upper limit, because the backend reports the end of these collectives only to a rank that waits."
+        )
+    return "\n".join(lines)
+
+
+def _rank_rows(name: str, found: dict) -> list[dict[str, str]]:
+    rows, ranks = [], found["ranks"]
+    if len(ranks) > MOST_ROWS:
+        ranks = sorted(ranks, key=lambda rank: -rank["own_ms"])
+        ranks = [*ranks[: MOST_ROWS - 1], ranks[-1]]  # the ranks with the most own work, and the one with the least
+    for rank in ranks:
+        slowest = stands_out(found) and rank["rank"] == found["slowest_rank"]
+        exposed, overlapped = sum(rank["exposed_ms"].values()), sum(rank["overlapped_ms"].values())
+        least = "<=" if rank["told_late"] else ""
+        rows.append({
+            "engine": name,
+            "rank": f"{rank['rank']} SLOWEST" if slowest else f"{rank['rank']}",
+            "step": f"{rank['step_ms']:.1f}",
+            "own work": f"{rank['own_ms']:.1f}",
+            "waiting": f"{rank['waiting_ms']:.1f}",
+            "exposed": f"{exposed:.1f}",
+            "overlapped": f"{least}{overlapped:.1f}",
+            "overlapped %": f"{least}{100 * overlapped / (exposed + overlapped):.0f}" if exposed + overlapped else "-",
+        })  # fmt: skip
+    return rows
+
+
+def stands_out(found: dict) -> bool:
+    """Whether one rank did more own work than every other in most of the steps, by 5% of a step or more."""
+    if found["slowest_rank"] is None:
+        return False
+    step = max(rank["step_ms"] for rank in found["ranks"])
+    return 2 * len(found["slowest_in_steps"]) > found["steps"] and found["lead_ms"] > 0.05 * step
+
+
+def slowest_rank(found: dict) -> str:
+    """A sentence: which rank is the slowest, in how many steps and by how much."""
+    if len(found["ranks"]) < 2:
+        return ""
+    if not stands_out(found):
+        return "No rank stands out."
+    times = [rank["step_ms"] for rank in found["ranks"]]
+    return (
+        f"Rank {found['slowest_rank']} is the slowest, in {len(found['slowest_in_steps'])} of {found['steps']} "
+        f"steps, by {found['lead_ms']:.1f} ms of own work. The step times of the ranks, waiting included, are "
+        f"{min(times):.1f} to {max(times):.1f}."
+    )
+
+
+def sentences(found: dict, rank: int) -> str:
+    """What a chapter's run prints: where `rank`'s time went, and whether one rank is the slowest."""
+    own = next(row for row in found["ranks"] if row["rank"] == rank)
+    exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
+    least = "at most " if own["told_late"] else ""
+    lines = [
+        f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down):",
+        f"Of {own['step_ms']:.1f} ms, {own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting "
+        f"for another rank, {exposed:.1f} exposed communication.",
+        f"During {least}{overlapped:.1f} ms of its own work collectives were in flight too. They cost no time.",
+        slowest_rank(found),
+    ]
+    return "\n".join(lines).rstrip()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zerolab.measure import step_report, step_time, tables
+from zerolab.measure import step_time, tables
 from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
 from zerolab.measure.ledger import PartsLedger, explained
 from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words, named_collectives
@@ -72,7 +72,7 @@ def main() -> None:
         _print_trace(engine, memory, ready[-1], options, say)
     again = partial(_train, engine, ready[-1], options)
     found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
-    say(step_report.sentence(step_time.summary(found), 0))
+    say(step_time.sentences(step_time.summary(found), 0))
     if options.trace:
         _trace(engine, partition.spans, ready[-1], me, options)
     process_group.stop()
