@@ -1,1 +1,1 @@
-"""Tools that stand on the core; nothing in the core imports them."""
+"""Tools that are built on the core. Nothing in the core imports them."""

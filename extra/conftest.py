@@ -1,4 +1,4 @@
-"""What the tests of the tools have from tests/: its helpers, its ranks, its options."""
+"""The tests of the tools use the helpers, the ranks and the options of tests/."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
 """`./launch.sh plan`: how long a step would take on hardware that is not here, from the events of the real engines.
 
-events, one_rank, record, repeat: what a step does; hardware, replay: how long that takes; the rest: its uses.
+`events`, `one_rank`, `recorder` and `repeat` find out what a step does. `hardware` and `replay` compute how long it
+takes. The other files use the result.
 """

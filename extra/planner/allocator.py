@@ -1,7 +1,7 @@
-"""A model of torch's caching allocator: what it reserves of a GPU while the tensors of a step come and go.
+"""A model of the caching allocator of torch: the memory that it reserves while the tensors of a step come and go.
 
-It asks the driver for **segments**, cuts **blocks** out of them, and keeps what is freed for the next that asks. So it
-has more than is alive: the rest is gaps that nothing fits into. Each stream has blocks of its own.
+It requests **segments** from the driver, cuts **blocks** out of them, and keeps freed blocks for the next request. So
+it has more memory than is alive. The rest is gaps that nothing fits into. Each stream has its own blocks.
 """
 
 from bisect import bisect_left, insort
@@ -13,7 +13,7 @@ MIB = 2**20
 UNIT = 512  # bytes: sizes are rounded up to multiples of it
 SMALL = MIB  # up to here a block comes out of a segment of 2 MiB, ...
 SMALL_SEGMENT = 2 * MIB
-MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # ... below this out of one of 20 MiB, and above it has one of its own
+MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # ... below this out of one of 20 MiB, and above it gets its own segment
 
 
 class Allocator:
@@ -21,14 +21,14 @@ class Allocator:
 
     def __init__(self):
         self.reserved = 0
-        self._top = 0  # addresses of segments; they never touch, so that no block grows out of its own
-        self._free = defaultdict(list)  # (stream, small) -> (bytes, address) of its free blocks, in order
+        self._top = 0  # addresses of segments, which never touch: a block never grows beyond its segment
+        self._free = defaultdict(list)  # by stream and size: bytes and address of the free blocks, in order
         self._starts: dict[int, int] = {}  # address of a free block -> its bytes, ...
         self._ends: dict[int, int] = {}  # ... and where it ends -> its address
-        self._lent = defaultdict(list)  # (stream, asked bytes) -> (bytes, address), the youngest last
+        self._lent = defaultdict(list)  # by stream and requested bytes: bytes and address, the youngest last
 
     def allocate(self, stream: str, nbytes: int) -> None:
-        """The smallest free block that is large enough, and what it has too much stays free."""
+        """Use the smallest free block that is large enough. The part that is not needed stays free."""
         size = _up(nbytes, UNIT)
         pool = stream, size <= SMALL
         place = bisect_left(self._free[pool], (size, 0))

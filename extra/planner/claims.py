@@ -46,7 +46,7 @@ def milliseconds(*predictions: Prediction) -> list[float]:
     return [one.step * 1e3 for one in predictions]
 
 
-# What a network hides.
+# Communication that a network hides.
 
 
 def nvlink_hides():

@@ -1,7 +1,7 @@
-"""What one rank does in a training step, in the order in which its host issues it.
+"""The work of one rank in a training step, in the order in which its host issues it.
 
-A **stream** is a queue of a GPU's work: what stands in one runs in order, and different streams run side by side.
-Collectives have a queue of their own. The host puts work into the queues and goes on at once.
+A **stream** is a queue of a GPU's work. The work in one stream runs in order, and different streams run side by side.
+Collectives have their own queue. The host puts work into the queues and continues at once.
 """
 
 from dataclasses import dataclass

@@ -15,8 +15,8 @@ GB = 1e9
 class GPU:
     """Peaks by the maker: TFLOP/s (dense; fp32 with TF32 off), GB of memory, its GB/s, a link's GB/s per direction.
 
-    `efficiency` is the share of the peak at which matrix products compute, without the time to move their operands;
-    fitted for h100, h100-96gb and a100 (`./launch.sh plan --validate`), for the others that of the nearest of these.
+    `efficiency` is the share of the peak at which matrix products compute, without the time to move their operands.
+    It is fitted for h100, h100-96gb and a100 (`./launch.sh plan --validate`). The others have the nearest one's share.
     `attention` is the share that flash attention reaches at best: forward, causal, heads of 128, long sequences.
     """
 
@@ -64,8 +64,8 @@ def _between(x: float, xs, ys) -> float:
     return math.exp(y0 + (y1 - y0) * (math.log(x) - x0) / (x1 - x0))
 
 
-# Flash attention at its best: 335 TFLOP/s of an H100 (see above), 50 to 73% of an A100 (paper of version 2); for the
-# others the same as for what is nearest to them.
+# Flash attention at its best: 335 TFLOP/s on an H100, and 50 to 73% of an A100's peak (paper of version 2). The others
+# have the same as the nearest one.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -84,9 +84,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Network:
-    """What lies between the nodes: seconds per hop (`alpha`), and GB/s that leave each rank of a ring (`bus`).
+    """The network between the nodes: `alpha` is seconds per hop, `bus` the GB/s that leave each rank of a ring.
 
-    `crowding`: with each further node a byte takes longer by such a share, in a ring and in a tree. On a network whose
+    `crowding` is the share by which each further node slows a byte, in a ring and in a tree. On a network whose
     switches have room for all there is none.
     """
 
@@ -123,7 +123,7 @@ MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kerne
 KERNEL = 2e-6  # seconds until a kernel is up to speed
 LAUNCH = 6e-6  # seconds of the host per kernel that it launches from Python
 ISSUE = 30e-6  # seconds of the host per collective
-SLOWDOWN = 0.19  # computation takes so much longer beside a collective: on average 18.9% (arXiv 2507.03114)
+SLOWDOWN = 0.19  # computation is slower during a collective: on average 18.9% (arXiv 2507.03114)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Cluster:
 
     @property
     def between(self) -> Network:
-        """The network between the nodes, with the numbers that were given instead of its own."""
+        """The network between the nodes, with the numbers that were given in place of the network's."""
         own = self.network if isinstance(self.network, Network) else NETWORKS[self.network]
         alpha = own.alpha if self.alpha is None else self.alpha
         return Network(alpha, own.bus if self.inter_gbps is None else self.inter_gbps, own.crowding)

@@ -44,7 +44,7 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """What a rank computes in a step."""
+        """The tokens of a rank in a step."""
         return self.micro_batch * self.accumulate * self.config.seq
 
 
@@ -128,9 +128,9 @@ def _every_second_product():
 
 
 def train(engine, setup: Setup) -> None:
-    """One step of `accumulate` micro-batches. What it sends in each is the engine's.
+    """One step of `accumulate` micro-batches. The engine decides what it sends in each.
 
-    DDP and ZeRO-1 add up and send once; ZeRO-2, ZeRO-3 and FSDP2 send in every backward, as they keep no whole
+    DDP and ZeRO-1 add up and send once. ZeRO-2, ZeRO-3 and FSDP2 send in every backward, because they keep no whole
     gradients.
     """
     tokens = torch.zeros(setup.micro_batch, setup.config.seq + 1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a step would take and need: the real engine's events, replayed with a cluster's times. A prediction."""
+"""A prediction of a step's time and memory: the real engine's events, replayed with a cluster's times."""
 
 from dataclasses import dataclass
 

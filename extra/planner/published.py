@@ -31,10 +31,10 @@ MODELS = {
     "MPT 70B": GPTConfig(80, 8192, 64, 50_368, 2048, bias=False),
 }
 
-# What the sources' engines are here. The Playbook's ZeRO-0 is DDP; its ZeRO-1 reduce-scatters all gradients in one
+# The sources' engines under our names. The Playbook's ZeRO-0 is DDP; its ZeRO-1 reduce-scatters all gradients in one
 # coalesced call when the last micro-batch is over, and gathers in another: the paper's 2Ψ, one bucket. Of FSDP1's
 # strategies SHARD_GRAD_OP is FSDP2 without resharding, FULL_SHARD is FSDP2: llm-foundry ran FSDP1. With micro-batches
-# of one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay beside their float32 sums.
+# of one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay next to their float32 sums.
 # (With two sequences the published peaks show no such thing.)
 ONE_BUCKET = 1e6  # MiB
 # llm-foundry's benchmark script takes `attn_impl: triton`: version 1 of flash attention, written in Triton. The paper
@@ -84,7 +84,7 @@ UNITS = {"GB": GB, "GiB": GIB}
 def _row(told: dict[str, str]) -> Row:
     """A line of published.csv: no peak is not published, no tokens per second is a run that did not fit on its GPUs.
 
-    What the table does not say is said here, as it follows from who has measured.
+    The rest follows from the source of the row.
     """
     source, model, engine = SOURCES[told["source"]], told["model"], told["engine"]
     numbers = {key: int(told[key]) for key in ("micro_batch", "accumulate")}

@@ -36,8 +36,8 @@ NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 class Recorder(MemoryLedger):
     """`with Recorder() as recorder: engine = ...; a step; recorder.begin(); another step`; then `recorder.events`.
 
-    Operations, collectives and storages are seen as torch dispatches them; waits and streams where they are called.
-    Raises RuntimeError if an engine waits for a collective before those of its kind that it has issued earlier.
+    Operations, collectives and storages are seen when torch dispatches them, waits and streams where they are called.
+    Raises RuntimeError if an engine does not wait for the collectives of one kind in the order in which it issued them.
     """
 
     def __init__(self):
@@ -149,7 +149,7 @@ class Recorder(MemoryLedger):
         if self._on and more:
             self.events.append(Memory(self._owners[key], more))
 
-    # Waits. The fake group's works have a `wait` of their own.
+    # Waits. The fake group's works have a different `wait`.
 
     def __enter__(self):
         with ExitStack() as stack:
@@ -175,8 +175,7 @@ class Recorder(MemoryLedger):
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of one that repeats its memory (`expand`) those that there are; of a DTensor the
-    rank's own part."""
+    """Bytes of a tensor's elements. An expanded tensor counts its memory once, a DTensor only this rank's part."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     with torch._C.DisableTorchFunctionSubclass():

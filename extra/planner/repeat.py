@@ -1,8 +1,9 @@
 """Equal blocks, and equal micro-batches, are recorded a few times and repeated.
 
 A model of L blocks does with each block in the middle what it does with the next. So the events of two recordings, one
-with a block more than the other, tell the events with any number: what the longer one has more is a loop's last round,
-and is repeated. Where that is not so, for example as buckets end elsewhere in every block, all blocks are recorded.
+with one block more than the other, determine the events for any number of blocks: the additional events of the longer
+one are a loop's last round, and are repeated. If that fails, for example because buckets end at a different place in
+every block, all blocks are recorded.
 """
 
 from contextlib import suppress
@@ -23,7 +24,7 @@ class NotRepeating(ValueError):
 
 
 def strictly(event: Event):
-    """What must be equal for two events to be the same. The optimizer's kernels grow with the model."""
+    """The part of an event that must be equal in equal events. The optimizer's kernels grow with the model."""
     if type(event) is Operation and event.step.startswith("4"):
         return event.stream, event.name, event.step
     return event
@@ -58,7 +59,7 @@ def extend(shorter: Recording, longer: Recording, rounds: int, key=strictly) -> 
 
 
 def _round(a: list, b: list, i: int, j: int) -> int:
-    """How many events from `j` on the longer recording `b` has more: a round that repeats what stands before it."""
+    """How many events from `j` on the longer recording `b` has more: a round that repeats the events before it."""
     for length in range(1, min(j, len(b) - j) + 1):
         after = b[j + length : j + length + WINDOW]
         if a[i : i + len(after)] == after and (after or i == len(a)) and b[j - length : j] == b[j : j + length]:

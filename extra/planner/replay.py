@@ -1,9 +1,9 @@
 """The replay: the events of a step, run through the queues of one GPU, with a cluster's times.
 
-Every rank does the same at the same time, so one rank's queues tell the step. The host issues event after event. An
-operation begins when the host has launched it, its stream has come to it, and what the stream waits for is over. A
-collective begins when its stream has come to it and those before it in its group are over. Computation beside a
-collective takes a little longer, as both use the GPU.
+Every rank does the same at the same time, so one rank's queues determine the step. The host issues one event after the
+other. An operation begins when the host has launched it, its stream has reached it, and everything that the stream
+waits for is over. A collective begins when its stream has reached it and the earlier ones of its group are over.
+Computation during a collective takes a little longer, because both use the GPU.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ EPSILON = 1e-12
 
 @dataclass
 class Times:
-    """Seconds of one step: in all; in which kernels ran; of collectives by kind, and in which nothing was computed."""
+    """Seconds of one step, in which kernels ran, of collectives by kind, and in which nothing was computed."""
 
     step: float = 0.0
     compute: float = 0.0

@@ -1,4 +1,4 @@
-"""`./launch.sh plan --scale`: 8 to 4,096 GPUs on two networks, on paper, beside what others measured there."""
+"""`./launch.sh plan --scale`: predictions for 8 to 4,096 GPUs on two networks, next to published measurements."""
 
 import argparse
 from dataclasses import replace

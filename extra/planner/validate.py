@@ -19,21 +19,21 @@ ALPHAS = tuple(microseconds * 1e-6 for microseconds in (4, 8, 12, 16, 20))
 CROWDINGS = tuple(percent / 100 for percent in range(16, 48, 4))
 OFF, MEMORY_OFF = 0.10, 0.08  # errors beyond these are named
 NOISE = 0.03  # published throughputs that differ by less are not said to differ
-TABLE_WEIGHT = 1 / 8  # of a point of NCCL's table, whose runs spread widely, beside a published row
+TABLE_WEIGHT = 1 / 8  # of a point of NCCL's table, whose runs spread widely; a published row weighs 1
 
-# What was fitted, and on which rows.
+# The fits, and the rows that they use.
 
 
 def subset(rows: Iterable[Row], gpu: str) -> list[Row]:
-    """The rows that the efficiency of `gpu` may be fitted on: those of one node, whose network is the links alone."""
+    """The rows that the efficiency of `gpu` may be fitted on: only one node, whose network is the links."""
     return [row for row in rows if row.gpu == gpu and row.one_node and not row.long]
 
 
 def on_network(rows: Iterable[Row], network: str) -> list[Row]:
     """The rows that a network may be fitted on. None above 128 GPUs is ever looked at.
 
-    For InfiniBand those of which the same model and batch ran on several numbers of GPUs, one node counting too: what
-    it loses from one to the next is the network's. The Playbook has no such rows, so for EFA all of 4 and 16 nodes.
+    For InfiniBand these are rows whose model and batch ran on several numbers of GPUs, including one node, because the
+    network causes the loss from one to the next. The Playbook has no such rows, so EFA has all rows of 4 and 16 nodes.
     """
     rows = [row for row in rows if row.network == network and row.gpu == "h100" and row.source != TORCHTITAN]
     rows = [row for row in rows if row.setup.ranks <= FITTED_UP_TO and not row.long]
@@ -75,7 +75,7 @@ def fit(rows: Iterable[Row], gpu: str) -> float | None:
 def fit_latency(rows: Iterable[Row], name: str, efficiency: float) -> Network:
     """The network with the latency under which rows that are alike lose as much from more GPUs as published.
 
-    Its bandwidth is held, 7/8 of 400 GB/s: what is sent hides behind the computation, and does not tell.
+    Its bandwidth is fixed at 7/8 of 400 GB/s, because computation hides the bytes, so the rows cannot determine it.
     """
     rows = on_network(rows, name)
 
@@ -88,9 +88,9 @@ def fit_latency(rows: Iterable[Row], name: str, efficiency: float) -> Network:
 
 
 def fit_crowding(rows: Iterable[Row], name: str, efficiency: float) -> Network:
-    """The network with the crowding under which its rows and NCCL's table are met best. The latency is held.
+    """The network with the crowding under which its rows and NCCL's table are matched best. The latency is fixed.
 
-    Rings and trees crowd apart, as all-gathers and all-reduces differ in the table; DDP's rows tell of trees.
+    Rings and trees have separate values, because all-gathers and all-reduces differ in the table. DDP's rows use trees.
     """
     rows, own = on_network(rows, name), NETWORKS[name]
 
@@ -121,7 +121,7 @@ def table_errors(network: Network, reduces: bool) -> list[float]:
 
 
 def size_of(row: Row) -> str:
-    """Rows of one kind: what nothing is fitted on stands apart."""
+    """The kind of a row. Rows that no fit uses are separate."""
     if row.long:
         return "sequences beyond 4,096"
     if row.one_node:

@@ -1,4 +1,4 @@
-"""A plan in words: the table of predictions, the recommendation with its reason, and the assumptions."""
+"""A plan as text: the table of predictions, the recommendation with its reason, and the assumptions."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from zerolab.measure import tables
 from zerolab.measure.gpus import CONTEXT_BYTES, GAPS
 from zerolab.run import engines as registry
 
-# The paper's ZeRO-1 stands beside the chapter's here, so the chapter's says which it is.
+# The paper's ZeRO-1 is in the same table, so the chapter's title names it.
 TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}
 PUBLISHED = {row.setup.engine for row in ROWS}
 FITTED = {row.gpu for row in ROWS if row.one_node}
@@ -76,7 +76,7 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
 
 
 def changed(before: Prediction | None, after: Prediction | None, condition: str, alone: bool = False) -> str:
-    """What the recommendation would be under another condition; `alone`: there is but one engine to choose from."""
+    """The recommendation under a different condition. `alone`: there is only one engine to choose from."""
     if after is None:
         return f"With {condition} nothing fits."
     name = TITLES[after.setup.engine]
@@ -89,7 +89,7 @@ def changed(before: Prediction | None, after: Prediction | None, condition: str,
 
 
 def assumptions(cluster: Cluster) -> str:
-    """What the prediction rests on, in a few lines."""
+    """The assumptions of the prediction, in a few lines."""
     gpu, share, network = cluster.gpu, cluster.efficiency or cluster.gpu.efficiency, cluster.between
     origin = "as given" if cluster.efficiency else "fitted" if gpu.name in FITTED else "assumed, not fitted"
     return "\n".join([

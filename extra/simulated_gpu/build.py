@@ -9,7 +9,7 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# What has nothing to do here, and is called: it succeeds. Whatever else the libraries lack fails, and says which it is.
+# Functions that are called and have nothing to do here: they succeed. Any other missing function fails with its name.
 NOTHING = {
     *("cudaStreamDestroy", "cudaThreadExchangeStreamCaptureMode", "__cudaInitModule", "__cudaUnregisterFatBinary"),
     *("__cudaRegisterFatBinary", "__cudaRegisterFatBinaryEnd", "__cudaRegisterFunction", "__cudaRegisterVar"),

@@ -90,7 +90,7 @@ def train(stage: str, options: dict, folder: str) -> list[str]:
                 stopped(engine, 12, block=0, backward=False)
         engine.step()
         engine.zero_grad()
-        if step == 0:  # the copies go to disk beside the next step
+        if step == 0:  # the copies go to disk during the next step
             saving = checkpoint.async_save(engine, folder)
         if step == 1:
             with torch.no_grad():
@@ -212,7 +212,7 @@ def loads_without(module: str, old: str, new: str, stage: str) -> list[str]:
 
 
 def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
-    """An engine of torch's, for some steps."""
+    """Train one of torch's engines for a few steps."""
     findings.forget()
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -259,7 +259,7 @@ def different_collectives() -> str:
 
 
 def an_output_on_another_gpu() -> str:
-    """Below torch, which would refuse it: NCCL is given an output that lies on the next GPU."""
+    """Below torch, which would refuse it: NCCL is given an output on the next GPU."""
     nccl, comm, unique = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p(), (ctypes.c_char * 128)()
     mine = torch.cuda.current_device()
     here, there = (
@@ -289,7 +289,7 @@ def the_host_reads_before_a_copy_is_over() -> list[str]:
 
 
 def print_peaks(*argv: str) -> None:
-    """In a process of its own: {engine: the allocator's peak in bytes that were asked for, before rounding up}."""
+    """In a separate process: {engine: the allocator's peak in bytes that were asked for, before rounding up}."""
 
     def requested(what: str):
         return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]

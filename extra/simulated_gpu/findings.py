@@ -1,4 +1,4 @@
-"""What the detector has found: in this process, and for pytest in all processes that a test has started."""
+"""The detector's findings in this process, and for pytest in all processes that a test has started."""
 
 import ctypes
 import os
@@ -16,19 +16,19 @@ def _said() -> str:
 
 
 def found() -> list[str]:
-    """What was found in this process so far, a line each."""
+    """The findings of this process so far, one line each."""
     return _said().removeprefix(_forgotten).replace("[simulated GPU] ", "").splitlines()
 
 
 def forget() -> None:
-    """Begin anew, also with what memory remembers of operations that were."""
+    """Forget the findings, and the operations that memory remembers."""
     global _forgotten
     _forgotten = _said()
     ctypes.CDLL("libcudart.so.13").simulated_forget()  # ours: it is loaded
 
 
 def said() -> str:
-    """What all processes of this run have found, and take it away."""
+    """Return the findings of all processes of this run, and delete them."""
     files = [*FOLDER.iterdir()]
     texts = [file.read_text() for file in files]
     for file in files:

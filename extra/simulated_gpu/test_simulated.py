@@ -1,7 +1,7 @@
 """The GPU path as users run it, and races in it, on simulated GPUs: ./launch.sh test --simulated-gpus N.
 
-Without them all of this is skipped. tests/test_cuda.py runs there as well. After every test stands what the detector
-has found in all processes that the test has started (findings.py): nothing may be.
+Without them all of this is skipped. tests/test_cuda.py runs there as well. A test fails if the detector has found
+something in any process that the test has started (findings.py).
 """
 
 import json
@@ -48,7 +48,7 @@ def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
     out = launch("compare", RANKS, "--preset", "toy", "--steps", 6, "--timed-steps", 2, "--json", tmp_path / "out")
     report = json.loads((tmp_path / "out").read_text())
     assert report["match"] and report["device"] == "cuda" and report["backend"] == ("nccl" if GPUS > 1 else "gloo")
-    # The simulated NCCL adds in the order of the ranks, whoever asks: so these are equal to the bit.
+    # The simulated NCCL always adds in the order of the ranks, so these are equal to the bit.
     assert "to the bit at every step: zero1, zero_redundancy_optimizer, zero2, fsdp2_no_reshard, zero3, fsdp2." in out
 
 
@@ -156,7 +156,7 @@ def test_notebooks(file, tmp_path):
     assert "The runs use: cuda" in done.stdout
 
 
-# What a GPU would do quietly, and a simulated one says.
+# Mistakes that a GPU would not report, and a simulated one does.
 
 
 @pytest.fixture(scope="module")

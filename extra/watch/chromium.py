@@ -18,7 +18,7 @@ def missing() -> str:
 
 
 def started(width: int = 1280, height: int = 1000):
-    """`with started() as browser:`, a WebDriver of selenium's. It is told all paths, so it downloads nothing."""
+    """`with started() as browser:`, a selenium WebDriver. It is given all paths, so it downloads nothing."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -21,8 +21,7 @@ from zerolab.run.process_group import Rank
 class Watched(Timeline):
     """A timeline that calls `on_compute` when the rank begins to compute for a different unit, or in a different step.
 
-    It also keeps the calls that led to each step and collective. What FSDP2 does outside the model is in a step
-    "copies".
+    It also keeps the calls that led to each step and collective. FSDP2's work outside the model is in a step "copies".
     """
 
     def __init__(self, engine, device):
@@ -138,7 +137,7 @@ def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
     """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest.
 
     The fastest step is the one in which the slowest rank took the least time. All ranks call this together. Times are
-    seconds of the host's clock (`time.perf_counter`). An exception inside the step is recorded ("error").
+    seconds of the host's `time.perf_counter`. An exception inside the step is recorded as "error".
     """
     tries = 1 if run.once else tries
     loop, seen, lines = run.loop(me, run.warm_up + tries), [], set()

@@ -1,4 +1,4 @@
-"""What can be recorded: the engines, and a bug from the museum beside the engine that it was made from."""
+"""The engines that can be recorded, and a bug from the museum next to the engine that it was made from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Recordable:
     """Something to record.
 
     `loop(me, steps)` has the data of so many steps: `build()` makes the engine, `step(engine, number)` trains it once.
-    `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step alone.
+    `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step only.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""What an engine's state is divided into: a row per unit (ZeRO-3, FSDP2) or bucket (ZeRO-1, ZeRO-2, DDP), of N cells.
+"""An engine's state in rows of N cells: a row per unit of ZeRO-3 and FSDP2, or per bucket of ZeRO-1, ZeRO-2 and DDP.
 
-Cell j of a row is what rank j owns of it, or would own. An engine that cuts nothing has the same cells, all of them.
+Cell j of a row is the part that rank j owns, or would own. An engine that does not shard has all cells on every rank.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Stretch:
     homes: list[tuple[nn.Module, str]] = field(default_factory=list)  # by_parameter: where the model has each
 
     def cells(self, first: int, end: int) -> list[int]:
-        """How many of the elements `first` to `end` lie in each of the N cells."""
+        """How many of the elements `first` to `end` are in each of the N cells."""
         cuts = [self.numel * cell // self.ranks for cell in range(self.ranks + 1)]
         return [max(0, min(end, stop) - max(first, start)) for start, stop in zip(cuts, cuts[1:])]
 

@@ -1,7 +1,7 @@
 """Python imports this first of all, where this folder is in PYTHONPATH: GPUs are simulated in this process.
 
-The loader takes a library that is loaded already for one of the same name that torch asks for. So ours are loaded
-before torch is imported. (LD_LIBRARY_PATH would not do: torch's libraries have a path of their own, which comes first.)
+If a library of the same name is loaded already, the loader uses it for torch. So ours are loaded before torch is
+imported. LD_LIBRARY_PATH would not work, because torch's libraries have their own path, which comes first.
 """
 
 import ctypes
