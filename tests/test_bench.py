@@ -15,7 +15,7 @@ from zerolab.run.process_group import Rank
 
 
 def test_ratios_are_of_steps_of_one_round():
-    """What disturbs a round disturbs all of it: one engine's time over another's in the same round."""
+    """A disturbance affects a whole round, so times are divided by another engine's time in the same round."""
     times = {"ddp": [0.01, 0.02, 0.09], "zero3": [0.03, 0.01, 0.045], "fsdp2": [0.06, 0.06, 0.06]}
     rows = bench.rows_of_times(times)
     assert [row["ratio"] for row in rows.values()] == [1, 0.5, 3]
@@ -70,7 +70,7 @@ def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path, monkey
     monkeypatch.setattr(bench, "many_small_parameters", lambda: nn.Sequential(*copy.deepcopy(few)))
     monkeypatch.setattr("gc.disable", lambda: None)
     bench.main(["--host", "zero3", "--rounds", "1", "--json", str(file)])
-    assert "costliest functions" in capsys.readouterr().out
+    assert "functions with the most time" in capsys.readouterr().out
     rows = json.loads(file.read_text())["host"]
     assert {"plain", "ddp", "zero1", "zero2", "zero3", "zero3 engine", "fsdp2"} <= {*rows}
     assert all(row["step_ms"] > 0 for row in rows.values())

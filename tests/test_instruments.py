@@ -87,7 +87,7 @@ def ledgers_agree_on_an_open_engine() -> None:
     for stage in CHAPTERS.values():
         with MemoryLedger() as early:
             engine = built(stage, group=silent_group())
-            # A copy: of a batch from outside the ledger would count what forward takes a view of.
+            # A copy: of a batch from outside the ledger would also count the batch that forward makes a view of.
             engine.training_step(*[part.clone() for part in batch], F.mse_loss)
         with MemoryLedger(engine) as late:
             assert late.live == storage_bytes(engine_tensors(engine)) == early.live
@@ -123,7 +123,7 @@ def the_timeline_of_a_step() -> None:
 
 
 def a_collectives_span() -> None:
-    """From its issue to its completion, if nobody waits; to the end of the wait, where the backend tells nothing."""
+    """From its issue to its completion, if nobody waits; to the end of the wait, if the backend reports no end."""
     whole, shard = torch.zeros(64), torch.ones(32)
     with Timeline() as timeline:
         issued = time.perf_counter()
@@ -181,7 +181,7 @@ def gpus(device: int, clock=time.perf_counter):
 
 
 def gloo_on_the_second_gpu() -> None:
-    """Gloo tells of an end in a thread of its own. There is nothing to be known of the GPU there."""
+    """Gloo reports an end in its own thread, which knows nothing about the GPU."""
     whole, shard, told = torch.zeros(64), torch.ones(32), threading.Event()
     with gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
         work = dist.all_gather_single(whole, shard, async_op=True)
@@ -196,7 +196,7 @@ def gloo_on_the_second_gpu() -> None:
         after = time.perf_counter()
     (span,) = timeline.collectives
     # Counted from the first event, and not from `opened`, before which the host may have rested.
-    assert not span.told and before <= timeline._origin.moment + span.end <= after
+    assert not span.end_known and before <= timeline._origin.moment + span.end <= after
     assert [wait.collective for wait in timeline.waits] == [span]
     assert timeline.seconds(events[0]) <= timeline.seconds(events[1])
 
@@ -212,7 +212,7 @@ def a_collective_without_a_work() -> None:
         dist.all_reduce(values)
         values.add_(1)
     (span,), (wait,) = timeline.collectives, timeline.waits
-    assert span.told and (wait.collective, wait.start, wait.end) == (span, span.start, span.end)
+    assert span.end_known and (wait.collective, wait.start, wait.end) == (span, span.start, span.end)
     computing = [(span.start, span.end) for span in timeline.spans if span.lane == "compute"]
     assert len(computing) == 2 and computing[0][1] <= span.start < span.end <= computing[1][0]
 
@@ -268,7 +268,7 @@ def computing_with(dispatch: float, kernel: float) -> tuple[int, float, float]:
     return len(timeline.operations), seconds, computing[0].start
 
 
-# What they find.
+# Memory and traffic, and the other tests.
 
 
 def test_a_storage_counts_once_and_whole():
@@ -471,7 +471,7 @@ def test_the_timeline_of_an_unsharded_engine():
 
 
 def test_the_trace_is_what_chrome_reads():
-    """What overlaps has a thread of its own, times are microseconds. (The counters: tests/test_launch.py.)"""
+    """Spans that overlap have different threads, and times are microseconds. (The counters: tests/test_launch.py.)"""
     spans = [
         Span("steps", "1 forward", 0.0, 0.5),
         Span("collectives", "all-gather", 0.05, 0.15, step="5 gather parameters", nbytes=4000, unit="blocks.3"),

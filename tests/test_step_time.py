@@ -33,7 +33,7 @@ KINDS = {  # of the collectives of each engine's step, in alphabetical order
 
 
 def built(name: str):
-    """(engine, its batch) of a GPT that takes no time."""
+    """(engine, its batch) of a tiny GPT."""
     model = referee.GPT(GPTConfig(2, 16, 2, vocab=32, seq=8))
     engine = referee.build(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.device("cpu"))
     tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -42,7 +42,7 @@ def built(name: str):
 
 def watched(name: str, delay: float, **more) -> dict:
     engine, batch = built(name)
-    for _ in range(2):  # in the second one DDP makes its buckets anew
+    for _ in range(2):  # in the second one DDP rebuilds its buckets
         engine.training_step(*batch)
 
     def train():
@@ -109,7 +109,7 @@ class Full(TorchDispatchMode):
 
 
 def out_of_memory() -> list[str]:
-    """What ZeRO-3's training says when an operation, a storage that grows, or a step after the watched one fails."""
+    """The messages of ZeRO-3's training when an operation, a storage that grows, or a later step fails."""
     said, blocks, gathers = [], 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
     grows = without_memory(torch.UntypedStorage.resize_, gathers + 2, lambda storage, size: size > 0)
     for less_memory in (
@@ -125,17 +125,17 @@ def out_of_memory() -> list[str]:
     return said
 
 
-# What they find.
+# The tests.
 
 
-def collective(kind: str, issued: float, moves: float, end: float, told: bool = True) -> Span:
-    return Span("collectives", kind, issued, end, moves=moves, told=told)
+def collective(kind: str, issued: float, moves: float, end: float, end_known: bool = True) -> Span:
+    return Span("collectives", kind, issued, end, moves=moves, end_known=end_known)
 
 
 def test_a_step_by_hand():
     """Until 4 the other rank is late, until 4.75 the bytes move, and until 5 the host has not noticed."""
     reduce = collective("all-reduce", 1, 4, 4.75)
-    gather = collective("all-gather", 5.5, 6, 7.5, told=False)
+    gather = collective("all-gather", 5.5, 6, 7.5, end_known=False)
     operations, updates = [(0, 2), (5, 7), (8, 9)], [(7.75, 9.25)]
     found = step_time.divide(0, 10, operations, updates, [Wait(2, 5, reduce)], [reduce, gather])
     assert found == {
@@ -173,7 +173,7 @@ def test_a_collective_over_two_steps_counts_in_each_for_its_part():
 
 
 def test_two_collectives_at_a_time_count_once():
-    """While the rank waits for the first, the second moves too. Beside computation the first one counts."""
+    """While the rank waits for the first, the second moves too. During computation the first one counts."""
     gather, reduce = collective("all-gather", 0, 0, 5), collective("reduce-scatter", 1, 1, 7)
     found = step_time.divide(0, 8, [(0, 4), (5, 8)], [], [Wait(4, 5, gather)], [gather, reduce])
     assert found["exposed"] == {"all-gather": 1} and step_time.own_work(found) == 7
@@ -207,7 +207,7 @@ def test_who_is_the_slowest_and_where():
     assert found["lead_ms"] == 200 and step_time.stands_out(found)
     even = step_time.summary([fast, fast])
     assert not step_time.stands_out(even) and "No rank" in step_time.slowest_rank(even)
-    alone = step_time.summary([slow, []])  # what is trained on one rank alone has nobody to wait for
+    alone = step_time.summary([slow, []])  # an engine on one rank waits for no other
     assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_time.slowest_rank(alone) == ""
 
 
@@ -237,7 +237,7 @@ DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then
 
 
 def test_a_slow_rank_makes_the_others_wait_in_every_engine(ranks):
-    """And all ranks take as long as the slow one: step times alone point at nobody."""
+    """And all ranks take as long as the slow one: step times do not show which one is slow."""
     for delay in DELAYS:
         first, second = ranks(2).run(a_slow_rank, delay=delay)
         assert first == second  # both ranks have the whole picture

@@ -197,7 +197,7 @@ def _plain(memory: RecordingLedger, timeline: Watched, ended, error: str | None,
                   for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
         "begun": [[at(moment), unit, step, came] for moment, unit, step, came in memory.begun],
-        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.told,
+        "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.end_known,
                          timeline.issued_at[s.number], timeline.ended_at.get(s.number, ())]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective.number] for w in timeline.waits],

@@ -29,7 +29,7 @@ watched_step    one step: bytes held right before the update, the peak, every co
 step_time       the parts of a step's time: own work, waiting, exposed communication
 
 A ledger that is opened before the engine is built sees everything that is allocated. If it is opened later, it counts
-what can be reached from the engine. What DDP's C++ reducer keeps to itself is seen only in the first case.
+what can be reached from the engine. Only the first way includes what DDP's C++ reducer keeps.
 
 Steps have names if the code labels them, as the stages do. In your own loop write
 `with torch.profiler.record_function("step 1 forward"):` around a step.

@@ -1,11 +1,11 @@
-"""`./launch.sh bench`: what a step costs, of engines and options that make their steps in turn, in one run.
+"""`./launch.sh bench`: step times and peaks of engines and options that take turns in one run.
 
     ./launch.sh bench 2                     all engines; --layers 12 --width 768 and others for a model of your size
-    ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: these alone
-    ./launch.sh bench --host                the host's part, on many small parameters; --host zero3: where it goes
+    ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: only units
+    ./launch.sh bench --host                the host's time, with many small parameters; --host zero3: a profile
     ./launch.sh bench --ratios FILE...      ratios of step times over several launches of the referee
 
-What is printed was measured in this run. Peaks and collectives are taken before, with one engine alive at a time.
+All numbers are measured in this run. Peaks and collectives are measured first, with one engine alive at a time.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from zerolab.run.process_group import Rank
 from zerolab.run.progress import with_progress
 
 ENGINES = engines.named("bench")
-ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run without others
+ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run on one process
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds
-zero1 engine the engine of zerolab/engine that stands on the chapter zero1; so with the others
+zero1 engine the engine of zerolab/engine that builds on zero1.py; the same for zero2 and zero3
 peak MB      the most that was alive at once in a step, in 10^6 bytes
-8 tokens MB  the same of a step on 8 tokens, where activations are next to nothing
+8 tokens MB  the peak of a step on 8 tokens, which has hardly any activations
 """
 
 
@@ -61,9 +61,9 @@ def build_variant(variant: dict, config: GPTConfig, me: Rank):
 
 
 def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
-    """Peaks, the largest of the ranks', and collectives of a step.
+    """Peaks, as the maximum over the ranks, and collectives of a step.
 
-    The short peak is that of a step on 8 tokens: what is left of the peak when there are hardly any activations.
+    The short peak is measured in a step on 8 tokens, which has hardly any activations.
     """
     allocator = allocator_of(me.device)
     with MemoryLedger() as memory:
@@ -85,7 +85,7 @@ def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> 
 
 
 def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
-    """{label: step times in ms}; `ratio`: the median over the rounds of the time over the first one's in that round."""
+    """{label: step times in ms}. `ratio` is the median of the time divided by the first label's time."""
     rows, first = {}, next(iter(times.values()))
     for label, seconds in times.items():
         row = rows[label] = {"ratio": round(statistics.median(a / b for a, b in zip(seconds, first)), 4)}
@@ -96,7 +96,7 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 
 @engine_file.named_in_errors()
 def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
-    """{label: what was measured}, on the slowest rank, or on that which needs most. A collective."""
+    """{label: what was measured}, as the maximum over the ranks. A collective."""
     found = {}
     for label in with_progress(variants, "peaks and collectives", me.rank == 0):
         found[label] = peaks_and_collectives(variants[label], batch, options.config, me)
@@ -110,7 +110,7 @@ def measure_together(variants: dict[str, dict], batch, options: argparse.Namespa
 
 
 def many_small_parameters() -> nn.Module:
-    """34 units of 6 linear layers, 408 tensors, whose kernels take no time."""
+    """34 units of 6 tiny linear layers: 408 tensors, whose kernels need hardly any time."""
     blocks = []
     for _ in range(34):
         blocks.append(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
@@ -118,8 +118,9 @@ def many_small_parameters() -> nn.Module:
 
 
 def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
-    """{engine: time per step of many small parameters}, which is the host's; `build` is that of the registry, or of
-    `fake_ranks`.
+    """{engine: time per step with many small parameters}, which is the host's time.
+
+    `build` is `engines.build`, or `fake_ranks.build_alone`.
     """
     x, y = torch.randn(2, 4, device=me.device), torch.randn(2, 4, device=me.device)
     steps = {}
@@ -139,25 +140,25 @@ def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
 
 
 def host_times_alone(options: argparse.Namespace) -> dict[str, dict]:
-    """`host_times` of rank 0 of 8, whose collectives move nothing."""
+    """`host_times` of rank 0 of 8 on a process group that moves nothing."""
     me = Rank(0, 8, torch.device("cpu"), "fake", "")
     with fake_ranks.fake_ranks(me.world_size):
         return host_times(options, me, fake_ranks.build_alone)
 
 
 def profile(name: str, step) -> None:
-    """Print the ten functions that cost the host most in ten steps of the engine `name`."""
+    """Print the ten functions in which the host spends most time in ten steps of the engine `name`."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(10):
         step()
     profiler.disable()
-    print(f"\n{name}, 10 steps under Python's profiler, the costliest functions:")
+    print(f"\n{name}, 10 steps under Python's profiler, the functions with the most time:")
     pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
 
 
 def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
-    """A line of a table, {title: cell}; of the host's part there are times alone."""
+    """A row of a table, {title: cell}. The host's table has only times."""
     found = {
         title: label,
         "step ms": f"{row['step_ms']:.1f}",
@@ -173,20 +174,20 @@ def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
 
 
 def table_of_steps(title: str, rows: dict[str, dict]) -> str:
-    """What was measured, a line for each label."""
+    """The table of what was measured, a line for each label."""
     lines = [cells_of_steps(title, label, row) for label, row in rows.items()]
     return "\n".join(tables.text(tables.rows_of(lines), rule=False))
 
 
 def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """{title: what stands in the table below it}."""
+    """{title of a table: its variants}"""
     if options.sweeps is None:
         return {"engines": with_their_engines(options.engines)}
     return {sweep: variants for sweep, variants in SWEEPS.items() if options.sweeps in sweep}
 
 
 def on_ranks(options: argparse.Namespace) -> None:
-    """Measure, print and write what is asked for. A collective."""
+    """Measure, print and write the tables. A collective."""
     text = load_text(None, options.config.seq)
     me = process_group.start(options.backend, options.device, options)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
@@ -218,7 +219,7 @@ def main(argv=None) -> None:
     if options.ratios:
         return print("\n".join(lines_of_ratios(options.ratios)))
     gc.collect()
-    gc.disable()  # it would come in one engine's step, and not in another's
+    gc.disable()  # a collection would fall into one engine's step and not into another's
     if options.host is not None:
         rows = host_times_alone(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")

@@ -39,7 +39,7 @@ COLOURS = {  # one colour for one meaning, in all figures
     "activations": "tab:purple",
     "temporaries": "tab:olive",
     "batch and buffers": "tab:gray",
-    # what a rank does. A collective has the colour of the bytes that it moves, an update that of what it changes
+    # what a rank does. A collective has the colour of the bytes that it moves, an update the colour of the optimizer
     "forward": "lightseagreen",
     "backward": "teal",
     "update": OPTIMIZER,
@@ -113,7 +113,7 @@ def unit_of(results: dict) -> tuple[str, float]:
 
 
 def model_and_batch(results: dict) -> str:
-    """What a dry run was asked for, in one line."""
+    """The model and the batch of a dry run, in one line."""
     ranks = f"{results['ranks']} ranks, " if isinstance(results["ranks"], int) else ""
     recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
     tokens = f"{results['batch']} x {results['seq']} tokens per rank"
@@ -124,7 +124,7 @@ def model_and_batch(results: dict) -> str:
 
 
 def stages(results: dict):
-    """What each rank keeps between steps under DDP and the stages: filled what it keeps, grey what the others keep."""
+    """The bytes that each rank keeps between steps under DDP and the stages. Grey: another rank keeps them."""
     shown = {name: results["engines"][name]["held_bytes"] for name in ("ddp", *STAGES)}
     figure, grid = new(1, len(shown), height=3.9, sharey=True)
     unit, size = unit_of(results)
@@ -368,7 +368,7 @@ def lanes(*traces: dict):
 
 @dataclass
 class Bar:
-    """What a rank did, or a collective, in milliseconds since the step began.
+    """Computation of a rank, or a collective, in milliseconds since the step began.
 
     `number` is the unit's or bucket's, `second` whether another collective of its kind was already in flight.
     """
@@ -410,7 +410,7 @@ def _number(name: str) -> str:
 
 
 def _draw_row(axes, row: int, bars: list[Bar], latest: float) -> None:
-    """What a rank computes, or its gathers, or its reductions."""
+    """One row of a rank: its computation, its gathers or its reductions."""
     free_from = 0.0  # where the next number may begin
     for bar in bars:
         middle = bar.start + bar.length / 2

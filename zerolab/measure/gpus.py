@@ -1,4 +1,4 @@
-"""What GPUs can do by their data sheets: peak rates, to compare measured rates with (MFU), and what fits on one."""
+"""Data sheets of GPUs: peak rates, to compare measured rates with (MFU), and memory."""
 
 import os
 import re

@@ -162,8 +162,8 @@ NOTHING = Moment(0, "", "", "", 0.0, Counter())
 class PartsLedger(MemoryLedger):
     """`with PartsLedger(engine) as memory: engine.training_step(...)`; then `memory.peak_moment()`, `memory.moments()`.
 
-    The engine is anything with `model` and `optimizer`. What a storage is for is known only after it was made: when it
-    is saved for backward, sent by a collective, or put into a gradient. So the ledger records every birth, change of
+    The engine is anything with `model` and `optimizer`. The purpose of a storage shows only later: when it is saved for
+    backward, sent by a collective, or put into a gradient. So the ledger records every birth, change of
     size and death with an index for the storage, learns what each index is for, and adds up at the end:
 
         parameters, gradients, optimizer   held: what `held_bytes` finds before the step and at the update
@@ -212,7 +212,7 @@ class PartsLedger(MemoryLedger):
         self.reset_peak()
 
     def moments(self) -> Iterator[Moment]:
-        """What was alive after each event since `begin`, in order."""
+        """The live bytes after each event since `begin`, in order."""
         sizes, parts, live = {}, Counter(), 0
         for index, nbytes, phase, step, module, when in self._events:
             part, more = self._part.get(index, TEMPORARIES), nbytes - sizes.get(index, 0)
@@ -270,7 +270,7 @@ class PartsLedger(MemoryLedger):
         super()._gone(key)
 
     def _forward_ends(self) -> None:
-        """What a forward has made and is still alive is for backward."""
+        """Storages that a forward has made and that are still alive are activations."""
         for key in self._growing:
             self._part.setdefault(self._index[key], ACTIVATIONS)
         self._growing.clear()
@@ -326,7 +326,7 @@ class PartsLedger(MemoryLedger):
 
 @contextlib.contextmanager
 def explained(what: str, engine, ledger: PartsLedger | None = None):
-    """Put a line in front of the message of torch's OutOfMemoryError: where it was, and what the memory was for.
+    """Put a line in front of the message of an OutOfMemoryError: where it was, and what the memory was for.
 
     `what` names the training step. `engine` is anything with `model` and `optimizer`, or None while it is built.
     `ledger` is the open ledger that watches it. Without a ledger the line has what the engine holds, and no place.

@@ -1,8 +1,8 @@
 """Rank 0 of N without the other ranks: what one rank holds, sends and needs at the worst moment of a training step.
 
 The real engines run on a process group that moves nothing ("fake"), with fake tensors, which have shapes, dtypes and
-storages but no memory, or with real ones on a GPU. What is printed as measured comes from the ledgers that
-watched the second step; formulas stand beside it. In them Ψ is the number of parameters, as in the ZeRO paper.
+storages but no memory, or with real tensors on a GPU. Measured numbers come from ledgers that watch the second step.
+Formulas are printed next to them. Ψ is the number of parameters, as in the ZeRO paper.
 
 Run it: ./launch.sh memory 8 --preset 7b
 """
@@ -32,7 +32,7 @@ from zerolab.run.starter import end_with_starter
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
 SHORT = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
-OTHER_PEAKS = {"ledger_peak_bytes": "live storages, whose parts these are", "dry_run_peak_bytes": "the dry run"}
+OTHER_PEAKS = {"ledger_peak_bytes": "the live storages, which the parts add up to", "dry_run_peak_bytes": "the dry run"}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,13 +47,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_alone(name: str, options: argparse.Namespace) -> dict:
-    """One engine's row, where there is no process group yet."""
+    """One engine's row, in a process without a process group."""
     with fake_ranks(options.ranks):
         return row_of(name, options)
 
 
 def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
-    """Every engine of `options`, one after the other: the JSON of `./launch.sh memory`. `keep` gets it after each."""
+    """The JSON of `./launch.sh memory` for the engines of `options`. `keep` is called with it after each engine."""
     engines = {}
     results = {"parameters": number_of_parameters(preset(options.preset))}
     results |= {name: getattr(options, name) for name in CONDITIONS}
@@ -70,7 +70,7 @@ def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
 
 @contextlib.contextmanager
 def predicted_peaks(options: argparse.Namespace):
-    """Beside a GPU's rows, what fake tensors say: {engine: Future}. Other processes find it while the GPU works."""
+    """On a GPU also the peaks of a dry run: {engine: Future}. Other processes compute them while the GPU works."""
     if options.device == "fake":
         yield {}
         return
@@ -81,13 +81,13 @@ def predicted_peaks(options: argparse.Namespace):
 
 
 def begin_without_gpu(starter: int) -> None:
-    """First of all in a process that predicts: it takes no memory of the GPU, as an optimizer's step would."""
+    """Hide the GPU from a process that predicts. Otherwise an optimizer's step would allocate memory there."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     end_with_starter(starter)
 
 
 def predicted_peak(name: str, options: argparse.Namespace) -> int:
-    """One engine's peak by the dry run, in a process that has no process group yet."""
+    """One engine's peak by the dry run, in a process without a process group."""
     return measure_alone(name, argparse.Namespace(**vars(options) | {"device": "fake"}))["peak_bytes"]
 
 
@@ -116,7 +116,7 @@ def measure_up_to(options: argparse.Namespace) -> dict:
 
 
 def all_tables(results: dict) -> str:
-    """Everything that is printed of a run with one number of ranks."""
+    """All tables of a run with one number of ranks."""
     parameters = results["parameters"]
     unit, size = tables.unit(4 * parameters)
     engines = {}
@@ -125,7 +125,7 @@ def all_tables(results: dict) -> str:
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     held = f"Held by one rank with the gradients of a finished backward, {unit}"
-    lines += ["", f"{held}, beside {formula_name(results)}:", *held_table(ran, size)]
+    lines += ["", f"{held}, and {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
     lines += state_table(ran, results["dtype"], unit, size)
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
@@ -140,13 +140,13 @@ def all_tables(results: dict) -> str:
 
 
 def formula_name(results: dict) -> str:
-    """What the column "formula" is: an article's bytes per parameter, or this project's own count."""
+    """The source of the column "formula": an article's bytes per parameter, or our own count."""
     own = "our count: bfloat16 weights, float32 weights to update, float32 gradients"
     return f"the formula of {ARTICLE}" if results["dtype"] == "fp32" else own
 
 
 def held_table(engines: dict[str, dict], size: float) -> list[str]:
-    """What is held, and how it differs from the formula; `engines` are rows by the name to show."""
+    """Held bytes, and how they differ from the formula. The keys of `engines` are the labels."""
     rows = [["engine", "parameters", "gradients", "optimizer", "together", "formula", "difference, bytes"]]
     for name, row in engines.items():
         held = row["held_bytes"].values()
@@ -159,7 +159,7 @@ def held_table(engines: dict[str, dict], size: float) -> list[str]:
 
 
 def peak_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
-    """The peak, where it is and what it is for; other ways to measure it."""
+    """The peak, where it is, its parts, and other measurements of it."""
     rows = [["engine", "peak", "step", "module", *(SHORT.get(part, part) for part in PARTS)]]
     more = []
     for name, row in engines.items():
@@ -174,7 +174,7 @@ def peak_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
 
 
 def state_table(engines: dict[str, dict], precision: str, unit: str, size: float) -> list[str]:
-    """The stages' peaks without activations and temporaries, beside their formulas."""
+    """The stages' peaks without activations and temporaries, and their formulas."""
     if not any(name.startswith("zero") for name in engines):
         return []
     if precision != "fp32":
@@ -187,15 +187,15 @@ def state_table(engines: dict[str, dict], precision: str, unit: str, size: float
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
     return [
         "",
-        f"Without activations and temporaries, {unit}, beside the stage's own formula:",
+        f"Without activations and temporaries, {unit}, and the formula of each stage:",
         *tables.text(rows, left=(0, 4), rule=False),
-        "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (what no unit has);",
+        "  Elements: Ψ all parameters, G the largest gradient, U the largest unit, R the root (all other parameters);",
         "  A, B, T of buckets (`Letters` in zerolab/measure/memory_formulas.py says which). p: units gathered ahead.",
     ]
 
 
 def sent_table(engines: dict[str, dict], share: float, size: float) -> list[str]:
-    """What is sent, by the kinds of collectives; `share` are Ψ (N-1)/N elements."""
+    """Traffic by kind of collective. `share` is Ψ (N-1)/N, in elements."""
     used = set().union(*(row["sent"] for row in engines.values()))
     kinds = [kind for kind in KINDS if kind in used]
     rows = [["engine", "together", *kinds]]
@@ -215,10 +215,10 @@ def _sent_cell(one: dict | None, share: float, size: float) -> str:
 
 
 def gpu_lines(engines: dict[str, dict]) -> list[str]:
-    """On which GPUs each engine fits, by the planner's rule."""
+    """Which GPUs have room for each engine, by the planner's rule."""
     needed = f"the peak, {GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB"
-    lines = [f"On which GPUs it fits (GB of 10^9 bytes; needed: {needed}"]
-    lines += ["for CUDA and NCCL, all assumed as in ./launch.sh plan):"]
+    lines = [f"Which GPUs have room for it (GB of 10^9 bytes). Needed are {needed}"]
+    lines += ["for CUDA and NCCL, the same assumptions as in ./launch.sh plan:"]
     for name, row in engines.items():
         if "out_of_memory" in row:
             predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU
@@ -233,7 +233,7 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
 
 def main() -> None:
     options = arguments()
-    what = "fake tensors, which take no memory" if options.device == "fake" else "real allocations on the GPU"
+    what = "fake tensors, which use no memory" if options.device == "fake" else "real allocations on the GPU"
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = f"1 to {options.up_to}" if options.up_to else options.ranks

@@ -71,7 +71,7 @@ def divide(
                     overlapped[moving.name] += seconds
         reached = moment
         (going_on.append if begins else going_on.remove)(what)
-    late = {span.name for span in collectives if not span.told and span.start < end and span.end > begin}
+    late = {span.name for span in collectives if not span.end_known and span.start < end and span.end > begin}
     return {"step": end - begin, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
             "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
 
@@ -107,7 +107,7 @@ def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) ->
 
 
 def machine() -> str:
-    """An identifier that processes with the same clock share: that of their machine's boot."""
+    """An identifier of the machine's boot: processes with the same one share a clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -322,7 +322,7 @@ def sentences(found: dict, rank: int) -> str:
         f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down):",
         f"Of {own['step_ms']:.1f} ms, {own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting "
         f"for another rank, {exposed:.1f} exposed communication.",
-        f"During {least}{overlapped:.1f} ms of its own work collectives were in flight too. They cost no time.",
+        f"During {least}{overlapped:.1f} ms of this work collectives were in flight too. They cost no time.",
         slowest_rank(found),
     ]
     return "\n".join(lines).rstrip()

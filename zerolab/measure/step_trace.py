@@ -15,7 +15,7 @@ from zerolab.measure.timeline import Span, Timeline
 
 BAR = 24  # characters of the longest bar
 
-# How to read the lines of buckets, and those of units.
+# How to read the lines of a step with buckets, and with units.
 BUCKETS = """\
 buffer  the whole tensor of a collective: the sum over the ranks, or all shards together
 sent    what this rank sends for it: (N-1)/N of the buffer, or twice as much in an all-reduce
@@ -86,7 +86,7 @@ class BucketTrace(StepTrace):
         self._last, self._count = None, 0
 
     def how_to_read(self) -> str:
-        """What the columns and marks mean. Call it after the step, because it explains only what is there."""
+        """Explanation of the columns and marks. Call it after the step, because it covers only those in use."""
         kept = has_gradient_buffers(self.engine)
         counted = any("  x " in line for line in self.lines)
         return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")

@@ -1,4 +1,4 @@
-"""A table is rows of cells, said once; here are the two ways to show it: text in a terminal, and Markdown."""
+"""Tables, as rows of cells: printed as text for a terminal, or as Markdown."""
 
 import re
 import shutil
@@ -6,14 +6,14 @@ import textwrap
 
 
 def rows_of(things: list[dict[str, str]]) -> list[list[str]]:
-    """The titles, and below them the cells of each thing: {title: cell}, with the same titles in all."""
+    """Rows of cells from dicts {title: cell} with the same titles. The first row has the titles."""
     return [list(things[0]), *(list(cells.values()) for cells in things)]
 
 
 def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True) -> list[str]:
-    """Lines for a terminal: the columns `left` to the left and the others to the right, a rule under the first row.
+    """Lines for a terminal. The columns `left` are left-aligned, and a `rule` follows the first row.
 
-    Columns for which there is no room stand in a table below, which begins with the first column again.
+    Columns that do not fit continue in a second table below, which repeats the first column.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows)]
     blocks, lines = [[0]], []
@@ -33,17 +33,17 @@ def text(rows: list[list[str]], left: tuple[int, ...] = (0,), rule: bool = True)
 
 
 def columns_here() -> int:
-    """How wide a line may be: as the terminal, and 120 at most."""
+    """The width of the terminal, but at most 120."""
     return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
-def wrapped(said: str, columns: int | None = None) -> str:
-    """A text in lines that fit, here or in so many columns. Those that do stay as they are, and no word is broken.
+def wrapped(message: str, columns: int | None = None) -> str:
+    """The text with long lines wrapped, to the terminal's width or to `columns`. No word is broken.
 
-    What goes on in another line begins where the text of the first one did: behind "gather   ", say.
+    Continued lines are indented like the text of the first one: after "gather   ", for example.
     """
     lines, columns = [], columns or columns_here()
-    for line in said.split("\n"):
+    for line in message.split("\n"):
         begin = " " * re.match(r" *(\S+ {2,})?", line).end()
         fits = len(line) <= columns
         lines += [line] if fits else textwrap.wrap(
@@ -53,7 +53,7 @@ def wrapped(said: str, columns: int | None = None) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """The table as GitHub shows it, numbers to the right."""
+    """The table in GitHub's Markdown, with numbers right-aligned."""
     titles, *others = rows
     dashes = ["---", *("---:" if re.fullmatch(r"[\d.,]+", cell) else "---" for cell in others[0][1:])]
     cells = [titles, dashes, *([cell.replace("|", "\\|") for cell in row] for row in others)]
@@ -61,7 +61,7 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def unit(nbytes: float) -> tuple[str, float]:
-    """The unit for so many bytes, and its size: GB of 10^9 for many, else MB of 10^6."""
+    """A unit for `nbytes`, and its size: GB of 10^9 from there on, else MB of 10^6."""
     return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
 
 

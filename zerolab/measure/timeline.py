@@ -1,4 +1,4 @@
-"""The timeline: when a rank computes, when its collectives are under way, in which step and module."""
+"""The timeline: when a rank computes, and when its collectives are in flight, in which step and module."""
 
 import bisect
 import time
@@ -13,23 +13,29 @@ from zerolab.measure.position_in_step import PositionInStep
 from zerolab.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
 
 STEPS, COMPUTE, COLLECTIVES = "steps", "compute", "collectives"
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the work that a collective can hide behind
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")  # the operations that can hide a collective
 
 
 @dataclass
 class Span:
-    """Something that took from `start` to `end` (seconds since the timeline was opened), on one of three lanes.
+    """Something that lasted from `start` to `end` (seconds since the timeline was opened), on one of three lanes.
 
-    On lane "steps" a labelled step; on "compute" the uninterrupted operations of one unit (or "root", or "optimizer")
-    in one step; on "collectives" a collective, from its issue to its end. `module` is the unit, `step` the innermost.
-    `ranks` are the global numbers of the ranks that take part in a collective; `told` is False where the backend did
-    not say when it ended, so that `end` is when somebody had waited for it: it may have ended before. `unit` is the
-    unit or bucket of a collective, where `on_collective` has found it out (zerolab/measure/step_trace.py).
-    `later` says of a collective that it was issued to be waited for later (`async_op`), `hides` that the rank has
-    multiplied matrices before somebody waited for it. `number` is its place in `Timeline.collectives`. Its bytes move
-    when the last of its ranks has issued it: `moves`, filled in by step_time.py.
+    lane "steps"        a labelled step
+    lane "compute"      the uninterrupted operations of one unit (or "root", or "optimizer") in one step
+    lane "collectives"  a collective, from its issue to its end
 
-    While the timeline is open `start` and `end` are moments of its clock, and `end` is None of what has not ended.
+    `step` is the innermost labelled step. A collective also has:
+
+    nbytes     of the whole buffer
+    ranks      the global ranks that it is for
+    end_known  False if the backend did not report its end. Then `end` is when a wait for it returned
+    later      it was issued to be waited for later (`async_op`)
+    hides      this rank has multiplied matrices before it waited for it
+    unit       its unit or bucket, if `on_collective` has filled it in (zerolab/measure/step_trace.py)
+    number     its index in `Timeline.collectives`
+    moves      when the last of its ranks has issued it, so that bytes can move: filled in by step_time.py
+
+    While the timeline is open, `start` and `end` are moments of its clock, and `end` is None if it has not ended.
     """
 
     lane: str
@@ -39,7 +45,7 @@ class Span:
     step: str = ""
     nbytes: int = 0
     ranks: tuple[int, ...] = ()
-    told: bool = True
+    end_known: bool = True
     later: bool = True
     hides: bool = False
     unit: str = ""
@@ -49,7 +55,7 @@ class Span:
 
 @dataclass
 class Wait:
-    """From `start` to `end` this rank could not go on before the collective had ended."""
+    """From `start` to `end` this rank waited for the collective."""
 
     start: float
     end: float
@@ -59,14 +65,14 @@ class Wait:
 class Timeline(TorchDispatchMode):
     """`with Timeline(engine) as timeline: engine.training_step(...)`; then `timeline.spans`, in order of their start.
 
-    Watches from outside, like the ledgers. A collective ends when its backend says so, or when somebody has waited for
-    it, whichever is first (gloo's reduce-scatter says nothing: it ends inside `wait`). On CUDA the times are those of
-    the GPU: an event on the stream that computes before and after each operation, and one where the collective ends.
-    There an operation begins when the GPU has come to it *and* the host has launched it: a GPU that waits for a slow
-    host does not compute.
+    It watches from outside, like the ledgers. While it is open, `torch.distributed.Work.wait` is replaced. A collective
+    ends when its backend reports it or when a wait for it returns, whichever is first. (Gloo reports no end of a
+    reduce-scatter: it ends inside `wait`.) On CUDA the times are the GPU's: an event on the computing stream before and
+    after each operation, and one where the collective ends. There an operation begins when the GPU has reached it *and*
+    the host has launched it, because a GPU that waits for a slow host does not compute.
 
-    Beside the spans, for zerolab/measure/step_time.py, in seconds as theirs: `collectives` in the order of their issue;
-    `operations`, (start, end) of each on the stream that computes; and `waits`.
+    For zerolab/measure/step_time.py it also has, in the same seconds, `collectives` in the order of their issue,
+    `operations`, the (start, end) of each operation on the computing stream, and `waits`.
     """
 
     def __init__(self, engine=None, device: torch.device | None = None):
@@ -77,28 +83,28 @@ class Timeline(TorchDispatchMode):
         self._where, self._model = PositionInStep(self), model
         self._device = device
         self._gpu = None if device is None or device.type == "cpu" else torch.get_device_module(device)
-        self._steps: list[Span] = []  # that are open, from the outside in
-        self._computing: Span | None = None  # what goes on, until the rank waits or works for another unit
-        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (it, its span)
+        self._steps: list[Span] = []  # that are open, outermost first
+        self._computing: Span | None = None  # goes on until the rank waits or computes for another unit
+        self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (the work, its span)
         self.collectives: list[Span] = []
         self.operations: list[tuple[float, float]] = []
-        self._ran: list[tuple] = []  # the same, (when it was dispatched, start, end): between two nobody does anything
+        self._ran: list[tuple] = []  # the same, as (when it was dispatched, start, end)
         self.waits: list[Wait] = []
-        self._futures: list[tuple] = []  # (future, span) of collectives under way
-        self._stream = None  # on CUDA the one that computes
-        self.on_wait = lambda number: None  # called with a collective's number when somebody has waited for it
+        self._futures: list[tuple] = []  # (future, span) of collectives in flight
+        self._stream = None  # on CUDA the computing stream
+        self.on_wait = lambda number: None  # called with a collective's number when a wait for it returns
         self.on_collective = lambda span, args: None  # called when a collective is issued
 
     def now(self):
-        """A moment, for other instruments: `seconds` says when it was, once the timeline is closed."""
+        """A moment, for other instruments. `seconds` converts it when the timeline is closed."""
         if not self._gpu:
             return time.perf_counter()
         event = self._gpu.Event(enable_timing=True)
-        event.record(self._gpu.current_stream(self._device))  # a thread of the backend may have another device
+        event.record(self._gpu.current_stream(self._device))  # a backend's thread may have a different device
         return event
 
     def _at_work(self, func) -> tuple[str, str]:
-        """For whom `func` computes, a unit, the root or the optimizer, and in which step."""
+        """(the unit, "root" or "optimizer" that `func` computes for, the step)"""
         step = self._where.step
         if step.startswith("4"):
             return "optimizer", step
@@ -126,7 +132,7 @@ class Timeline(TorchDispatchMode):
         if func._schema.name in PRODUCTS:
             for _, span in self._under_way.values():
                 span.hides = True
-        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has come to it, the host launched it
+        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has reached it, the host has launched it
         last = self._computing
         if last is None or (last.name, last.step) != at_work:
             self._computing = last = Span(COMPUTE, at_work[0], begun, None, at_work[1])
@@ -137,11 +143,11 @@ class Timeline(TorchDispatchMode):
         return result
 
     def _is_computing(self) -> bool:
-        """Whether the current stream is the one that computes. FSDP2 copies and waits on streams of its own."""
+        """Whether the current stream is the computing one. FSDP2 copies and waits on its own streams."""
         return not self._gpu or self._gpu.current_stream() == self._stream
 
     def computed_meanwhile(self, *kinds: str) -> list[bool]:
-        """Which collectives of these kinds that were issued to be waited for later hide behind matrix products."""
+        """Of each collective of these kinds with `later`: whether it hides behind matrix products."""
         return [span.hides for span in self.collectives if span.name in kinds and span.later]
 
     def _collective(self, kind: str, args, result, start, later: bool) -> None:
@@ -152,26 +158,26 @@ class Timeline(TorchDispatchMode):
         self.collectives.append(span)
         self.on_collective(span, args)
         for work in works_in(result):
-            if work is None:  # NCCL, if nobody is to wait later: it has run on the current stream, in its order
+            if work is None:  # NCCL without async_op: it has run on the current stream, in order
                 self._computing = None
                 self._ended(span)
                 if self._is_computing():
                     self.waits.append(Wait(start, span.end, span))
                 return
             self._under_way[id(work)] = (work, span)
-            if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it tells when the *host* has the result
-                span.told = False
+            if self._gpu and dist.get_backend(group_of(args)) == "gloo":  # it reports when the *host* has the result
+                span.end_known = False
                 return
             try:
                 future = work.get_future()
             except RuntimeError:  # gloo's reduce-scatter has none
-                span.told = False
+                span.end_known = False
                 return
             future.then(lambda _: self._ended(span))
             self._futures.append((future, span))
 
     def _look_for_ends(self, now) -> None:
-        """Has a collective ended since the last operation? On a CPU its callback comes late: it needs Python's lock."""
+        """End the collectives that have ended since the last operation. On a CPU their callbacks are late."""
         if self._futures and not self._gpu:
             for future, span in self._futures:
                 if future.done():
@@ -180,7 +186,7 @@ class Timeline(TorchDispatchMode):
 
     def _ended(self, span: Span, now=None) -> None:
         if span.end is None:
-            span.end = now or self.now()  # on CUDA a callback runs on a stream that has waited for the collective
+            span.end = now or self.now()  # on CUDA a callback runs on a stream that waits for the collective
 
     def __enter__(self):
         self._where.open()
@@ -204,7 +210,7 @@ class Timeline(TorchDispatchMode):
         dist.Work.wait = wait
         if self._gpu:
             self._stream = self._gpu.current_stream()
-            self._gpu.synchronize()  # so that the GPU's origin is the host's
+            self._gpu.synchronize()  # so that the GPU and the host have the same origin
         self._origin = self.now()
         self.opened = time.perf_counter() if self._gpu else self._origin  # for other instruments' times
         return super().__enter__()
@@ -217,7 +223,7 @@ class Timeline(TorchDispatchMode):
         if self._gpu:
             self._gpu.synchronize()
         for each in (*self.spans, *self.waits):
-            stop = end if each.end is None else each.end  # nobody has waited for it inside the `with`
+            stop = end if each.end is None else each.end  # there was no wait for it inside the `with`
             each.start, each.end = self._interval(each.start, stop)
         self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
         self._find_waits()
@@ -227,15 +233,15 @@ class Timeline(TorchDispatchMode):
         return result
 
     def _find_waits(self) -> None:
-        """Beside the waits that Python has called those inside C++ (DDP's reducer) or between streams (FSDP2 on CUDA).
+        """Add the waits that Python did not call: inside C++, as in DDP's reducer, or between streams, as in FSDP2.
 
-        They are seen by what they leave: two operations with nothing between them, and a collective that ended in the
-        gap. So the gap, up to that end, was a wait, unless Python has waited for the collective.
+        They leave a gap between two operations in which a collective ended. So the gap, up to that end, was a wait,
+        unless Python has waited for the collective.
         """
         known = {wait.collective.number for wait in self.waits}
-        slack = 5e-5 if self._gpu else 0.0  # a collective's end is noted on another stream, a moment later
+        slack = 5e-5 if self._gpu else 0.0  # a collective's end is recorded on another stream, a moment later
         ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
-        reached = 0.0  # of a gap in which several have ended
+        reached = 0.0  # the end of the last wait: several collectives may end in one gap
         for span in sorted(self.collectives, key=lambda span: span.end):
             place = bisect.bisect_left(ran, (span.end - slack,))
             if span.number in known or not 0 < place < len(ran):
@@ -247,10 +253,10 @@ class Timeline(TorchDispatchMode):
                 reached = stop
 
     def _interval(self, start, stop) -> tuple[float, float]:
-        """In seconds. `start` may be a pair of moments: the later one counts."""
+        """(start, end) in seconds. `start` may be a pair of moments: the later one counts."""
         start = max(map(self.seconds, start)) if isinstance(start, tuple) else self.seconds(start)
         stop = self.seconds(stop)
-        return min(start, stop), stop  # the clocks of host and GPU are some microseconds apart
+        return min(start, stop), stop  # the clocks of host and GPU differ by a few microseconds
 
     def seconds(self, moment) -> float:
         if isinstance(moment, float):  # of the host's clock
@@ -261,15 +267,15 @@ class Timeline(TorchDispatchMode):
 def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None, **about) -> dict:
     """The JSON that chrome://tracing and ui.perfetto.dev open: a process per rank, a thread per lane.
 
-    `ranks` has the spans of each rank; `live`, of each rank, (seconds, bytes alive) for a counter above them; `about`
-    is kept as it is.
+    `ranks` has the spans of each rank, and `live` the (seconds, bytes alive) of each rank, for a counter. `about` goes
+    into the file unchanged.
     """
     events = []
     for rank, spans in enumerate(ranks):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        threads: dict[str, float] = {}  # name -> until when it is busy
+        threads: dict[str, float] = {}  # name -> when it becomes free
         for span in spans:
-            # What overlaps cannot stand on one thread, unless it nests, as steps do.
+            # Spans of one thread must not overlap, unless they are nested, like steps.
             lane = _free_thread(span, threads) if span.lane == COLLECTIVES else span.lane
             threads[lane] = max(span.end, threads.get(lane, 0.0))
             arguments = {"step": span.step, "unit": span.unit, "bytes": span.nbytes}
@@ -292,6 +298,6 @@ def chrome_trace(ranks: list[list[Span]], live: list[list[tuple]] | None = None,
 
 
 def _free_thread(span: Span, threads: dict[str, float]) -> str:
-    """ "all-gather", or "all-gather 2" while another one is under way, and so on."""
+    """ "all-gather", or "all-gather 2" while another one is in flight, and so on."""
     names = [span.name, *(f"{span.name} {number}" for number in range(2, len(threads) + 3))]
     return next(name for name in names if threads.get(name, 0.0) <= span.start)

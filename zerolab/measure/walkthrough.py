@@ -127,7 +127,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     # In the file the step begins where step 0 has ended on the last rank: Perfetto does not support negative times.
     begins = max(process_group.gathered(max(span.end for span in partition)))
     spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
-    # What was alive before the timeline was opened is alive from its beginning.
+    # Memory that was alive before the timeline was opened is alive from its beginning.
     live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
     everyone = process_group.gathered((partition + spans, live))
     if me.rank > 0:

@@ -20,7 +20,7 @@ from zerolab.measure.traffic import TrafficLedger
 
 
 class Seen(TrafficLedger):
-    """What was seen of one step on this rank: `collectives` (also during the step) and bytes.
+    """Measurements of one step on this rank: `collectives` (also during the step) and bytes.
 
     `held` has {"parameters", "gradients", "optimizer"} right before the update, with all gradients, as in the articles'
     tables. It is empty until then. When the step has ended, `peak` is the ledger's peak, or on a GPU the allocator's,
