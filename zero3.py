@@ -423,14 +423,14 @@ def in_backward():
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state      7e9 parameters, N = 8: 14 GB
-#     peak   16Ψ/N + R + H + 4U - (R + 2U)/N, with prefetch 1 and without activations (R, U: bytes of root and unit)
+#     peak   16Ψ/N + 4(R + H + 4U) - 4(R + 2U)/N, with prefetch 1 and without activations (R, H, U: elements)
 #     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
 #
 # Late in backward these are alive besides the shards: the root (R), the unit at work and the one prefetched (2U), and
 # the whole gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched
-# have no gradient shard yet, so (R + 2U)/N is subtracted. The root's first gradients (H: last norm and head) stay whole
-# until the embedding's has come: then 16Ψ/N + 2R + U - R/N are alive, which is more if R - H > 3U - 2U/N. The root is
-# gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
+# have no gradient shard yet: minus 4(R + 2U)/N bytes. The root's first gradients (H: last norm and head) stay whole
+# until the embedding's has come: then 16Ψ/N + 4(2R + U) - 4R/N are alive, which is more if R - H > 3U - 2U/N. The root
+# is gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
 
 
 if __name__ == "__main__":
