@@ -16,7 +16,7 @@ from zerolab.measure.memory import all_tables
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
-from zerolab.teach.articles.on_memory import dry as articles_dry
+from zerolab.teach.articles.runs import dry_run as dry_run_of_articles
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
 RESULTS = Path(__file__).parent.parent / "results"
@@ -33,7 +33,7 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
     (thorough("zero1", 63), thorough("zero2", 38.5), ("zero3", 14)),
 )
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
-    row = articles_dry(name)  # run once for this and for the articles' tests
+    row = dry_run_of_articles(name)  # run once for this and for the articles' tests
     written = json.loads((RESULTS / "memory-7b-8ranks.json").read_text())["engines"]
     assert json.loads(json.dumps(row)) == written[name], "results/ is not what the code gives"
     assert written["zero3"]["peak_bytes"] <= written["fsdp2"]["peak_bytes"]

@@ -15,7 +15,8 @@ from extra.planner import pictures, validate
 from zerolab.measure import figures, tables
 from zerolab.run.command_line import Parser, one_line
 from zerolab.teach import docs
-from zerolab.teach.articles.__main__ import markdown
+from zerolab.teach.articles import report
+from zerolab.teach.articles.claim import ARTICLES
 
 PAGE = Path(__file__).with_name("README.md")
 RESULTS = docs.ROOT / "results"
@@ -50,7 +51,10 @@ def plan_missed() -> str:
 
 def plan_articles() -> str:
     """The articles' claims about time."""
-    return markdown(result("plan-articles"))
+    rows, parts = result("plan-articles"), []
+    for article in ARTICLES:
+        parts += [f"**{article.title}**", report.table_of_article(article, rows)]
+    return "\n\n".join(parts)
 
 
 BLOCKS = {

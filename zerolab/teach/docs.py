@@ -28,8 +28,8 @@ from zerolab.measure.report import TITLES as OF_A_MACHINE
 from zerolab.run import commands
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
-from zerolab.teach import articles
-from zerolab.teach.articles.__main__ import counts, markdown
+from zerolab.teach.articles import report as articles
+from zerolab.teach.articles.claim import ARTICLES
 from zerolab.teach.museum.exhibits import EXHIBITS
 
 FIGURES = ROOT / "results" / "figures"
@@ -186,13 +186,18 @@ def machines() -> str:
 
 
 def claims() -> str:
-    """How many claims hold, in a few words."""
-    return counts(result("articles.json"))
+    """How many claims of the articles hold."""
+    return articles.count(result("articles.json"))
 
 
-def article(name: str) -> str:
-    """What an article says, by its name in zerolab/teach/articles/claim.py."""
-    return markdown([row for row in result("articles.json") if row["article"] == articles.ARTICLES[name]])
+def claims_that_do_not_hold() -> str:
+    return articles.table_of_not_holding(result("articles.json"))
+
+
+def article(key: str) -> str:
+    """The claims of an article, by its key in zerolab/teach/articles/claim.py."""
+    (article,) = [one for one in ARTICLES if one.key == key]
+    return articles.table_of_article(article, result("articles.json"))
 
 
 def exhibits() -> str:
@@ -244,6 +249,7 @@ BLOCKS: Blocks = {  # the name between the marks, and the function that writes t
     "memory-state": memory_state,
     "article": article,
     "claims": claims,
+    "claims-that-do-not-hold": claims_that_do_not_hold,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
     "conformance": conformance,

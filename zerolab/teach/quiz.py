@@ -7,7 +7,6 @@
 In notebook 6 readers vote on twelve claims of the articles.
 """
 
-from zerolab.teach.articles.claim import shown
 from zerolab.teach.notebook import ROOT, read, say, table
 
 NEAR = 0.05  # a measured number is correct within this fraction; a count must be exact
@@ -45,6 +44,13 @@ def compare(question: str, **found) -> None:
     table([question, "you", "found", ""], rows)
 
 
+def shown(value) -> str:
+    """A number with four digits, a count with all of them, anything else as it is."""
+    if type(value) is int:
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def answered(question: str) -> bool:
     """Whether a part of this question has an answer. Notebooks show nothing that gives it away before."""
     return bool(_kept.get(question))
@@ -57,45 +63,48 @@ def score() -> None:
     print(f"{right} of {answered} predictions right, in {len(_right)} questions")
 
 
-# The claims of notebook 6, as the articles' page words them, four of each verdict. The notebooks have shown what
-# decides each of them.
+# The claims of notebook 6, by name: four that hold, four that depend on a condition, four that do not hold. The
+# notebooks have shown the reason for each verdict.
 ASKED = (
-    "on 8 GPUs ZeRO-3 needs 8 times less memory than DDP",
-    "ZeRO-2 saves bandwidth as well as memory",
-    "the printed ZeRO-3 frees what it has gathered",
-    "ZeRO leaves activations as they are",
-    "ZeRO-3 needs no all-gather at the end of the step",
-    "too-large buckets spike memory",
-    "the gradient sync overlaps with the optimizer's step",
-    "an all-reduce sends 2 (N-1)/N of the buffer",
-    "ZeRO-3 gathers a layer three times and reduces it once in forward, and again in backward",
-    "ZeRO-3 sends 50% more than DDP",
-    "DDP communicates least, ZeRO-1 and -2 more, and ZeRO-3 most",
-    "the optimizer state is the largest part of what training needs",
+    "zero3_needs_8_times_less",
+    "zero2_saves_bandwidth",
+    "printed_zero3_frees",
+    "zero_leaves_activations_as_they_are",
+    "zero3_needs_no_last_all_gather",
+    "large_buckets_spike_memory",
+    "reduction_overlaps_with_the_update",
+    "all_reduce_sends_the_buffer_almost_twice",
+    "zero3_gathers_a_layer_three_times",
+    "zero3_sends_half_more_than_ddp",
+    "each_stage_sends_more",
+    "optimizer_state_is_the_largest_part",
 )
+VOTES = {"holds": "holds", "depends": "depends", "does not hold": "not"}  # the correct vote, by verdict
+
+
+def recorded() -> dict[str, dict]:
+    """The recorded rows of the claims, by name."""
+    return {row["name"]: row for row in read(ROOT / "results" / "articles.json")}
 
 
 def ask() -> None:
     """Print the claims with their numbers."""
-    for number, claim in enumerate(ASKED, 1):
-        say(f"{number:2}. {claim}")
-
-
-def vote_for(verdict: str) -> str:
-    """The correct vote for a verdict: "holds", "when" or "not"."""
-    return {"holds": "holds", "does not hold": "not"}.get(verdict, "when")
+    rows = recorded()
+    for number, name in enumerate(ASKED, 1):
+        say(f"{number:2}. {rows[name]['claim']}")
 
 
 def reveal(question: str, claims: list[dict]) -> None:
-    """Compare the votes that were kept as claim_1, claim_2, ... with the verdicts, and print what decides each.
+    """Compare the votes that were kept as claim_1, claim_2, ... with the verdicts, and print the reason for each.
 
-    `claims` are rows that were run just now; what is not among them comes from results/articles.json. A claim without a
-    vote is not told.
+    `claims` are rows that were run just now. The others are the recorded ones. A claim without a vote is not shown.
     """
-    rows = {row["claim"]: row for row in [*read(ROOT / "results" / "articles.json"), *claims]}
-    asked = {f"claim_{number}": rows[claim] for number, claim in enumerate(ASKED, 1)}
-    compare(question, **{name: vote_for(row["verdict"]) for name, row in asked.items()})
-    for name in _kept.get(question, ()):
-        row = asked[name]
-        where = "run just now" if row in claims else "recorded"
-        say(f"{name.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}\n    found ({where}): {row['found']}")
+    now = {row["name"]: row for row in claims}
+    rows = {**recorded(), **now}
+    asked = {f"claim_{number}": rows[name] for number, name in enumerate(ASKED, 1)}
+    compare(question, **{claim: VOTES[row["verdict"]] for claim, row in asked.items()})
+    for claim in _kept.get(question, ()):
+        row = asked[claim]
+        where = "run just now" if row["name"] in now else "recorded"
+        say(f"{claim.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}. {row['why']}")
+        say(f"    found ({where}): {row['found']}")

@@ -1,12 +1,10 @@
-"""Claims of the five articles about ZeRO and FSDP: who says what, what is run for it here, and the run that judges it.
+"""Claims of five articles about ZeRO and FSDP, and the run that judges each: `./launch.sh articles`.
 
-`./launch.sh articles` runs them all. The words are in claims.toml, the runs in the files beside it. Every claim is in
-words of ours, and its code is ours; no article's code is here. Our copies of the articles lack some numbers and
-formulas. A claim that was completed there says what is blank.
+Each claim is a function, and its docstring is the claim. We wrote the sentences and the code; none of
+an article's is here.
 """
 
-from zerolab.teach.articles.claim import ARTICLES, Claim, claims_beside
+from zerolab.teach.articles import on_memory, on_traffic, printed
+from zerolab.teach.articles.claim import Claim
 
-CLAIMS: list[Claim] = claims_beside(__file__, __name__)
-
-__all__ = ["ARTICLES", "CLAIMS", "Claim"]
+CLAIMS: list[Claim] = [*on_memory.CLAIMS, *on_traffic.CLAIMS, *printed.CLAIMS]

@@ -1,97 +1,79 @@
-"""What a claim is, which articles there are, and what gives a verdict. The words stand in claims.toml."""
+"""The claims of articles: their type, the outcome of their check, and the list of articles.
+
+@claim((SCALING, "ZeRO-2: Gradient Sharding"))
+def zero2_does_something():
+    "What the article claims, in a sentence of ours."
+    measured = ...
+    return holds_if(measured < 1, f"{measured} of ...", why="what the article left out")
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import cycle
-from pkgutil import resolve_name
+from dataclasses import dataclass
 
-from zerolab.teach import written
+HOLDS, DEPENDS, DOES_NOT_HOLD = "holds", "depends", "does not hold"
 
-ARTICLES = written.beside(__file__, "claims")["articles"]  # {its key in claims.toml: its title}
+
+@dataclass(frozen=True)
+class Article:
+    key: str  # for --article
+    title: str
+
+
+MULTIPLE_GPUS = Article("multiple_gpus", "AI in Multiple GPUs: ZeRO & FSDP")
+SHARDING_STATE = Article("sharding_state", "ZeRO and FSDP: Sharding Training State at Scale")
+FRAMEWORKS = Article("frameworks", "Training Frameworks: ZeRO, FSDP, and the Memory Math That Gets You Hired")
+SCALING = Article("scaling", "Scaling LLM Training: Deep Dive into ZeRO and FSDP for Multi-GPU Systems")
+WORDPRESS = Article("wordpress", "The WordPress developer's piece on ZeRO Memory Optimization")  # our copy has no title
+ARTICLES = [MULTIPLE_GPUS, SHARDING_STATE, FRAMEWORKS, SCALING, WORDPRESS]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    verdict: str  # HOLDS, DEPENDS or DOES_NOT_HOLD
+    found: str  # what was measured, with its numbers
+    why: str = ""  # why the claim does not hold, or what it depends on
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of an article in our words, what is run for it, and the run.
+    """A statement of one or several articles, and the function that measures whether it is true."""
 
-    `run(**given)` -> the values that fill `found`. Or, for each row that is given as `of`, `run(**row)` -> a value, or
-    how many times the value of a row in `over` it is; these begin again where there are fewer.
+    text: str
+    sources: tuple[tuple[Article, str], ...]  # (article, section)
+    check: Callable[[], Outcome]
 
-    Each value must be what the claim `says` (a number to the fraction `off`), or `between` two numbers; where there are
-    more values than that, it begins again. Or, of each pair in `less`, the value at the first place must be less than
-    the value at the second. Where all this is not enough, `run` returns (values, is it true?).
+    @property
+    def name(self) -> str:
+        return self.check.__name__
 
-    `at` are the places, of values or pairs, that the claim is about: all. With a condition `when` a claim is tested on
-    both sides: `at` is where the condition is met, the first place if nothing else is said, and all other places are
-    where it is not; other runs return (values, true where it is met?, true where it is not?).
 
-    In another run the numbers may differ by the fraction `tolerance`; inf: words of torch's or numbers of this machine.
-    A `long` run takes seconds of a processor, for what other tests hold too.
+def claim(*sources: tuple[Article, str]):
+    """Decorates the check of a claim. The first paragraph of its docstring is the claim."""
+
+    def decorate(check: Callable[[], Outcome]) -> Claim:
+        text = " ".join(check.__doc__.split("\n\n")[0].split())
+        return Claim(text, sources, check)
+
+    return decorate
+
+
+def holds_if(true: bool, found: str, why: str = "") -> Outcome:
+    """The outcome of a claim without a condition. `why` is needed where it does not hold."""
+    if true:
+        return Outcome(HOLDS, found)
+    return Outcome(DOES_NOT_HOLD, found, why)
+
+
+def depends_on(why: str, met: bool, otherwise: bool, found: str) -> Outcome:
+    """The outcome of a claim that was measured where a condition is met, and where it is not.
+
+    `met` and `otherwise` say whether the claim is true there. `why` describes the condition.
     """
-
-    article: str
-    claim: str
-    ran: str
-    found: str
-    run: Callable
-    given: dict = field(default_factory=dict)
-    when: str = ""
-    says: list[float | str] = ()
-    off: float = 0.005
-    between: list[tuple[float, float]] = ()
-    less: list[tuple[int, int]] = ()
-    at: list[int] = ()
-    tolerance: float = 0.01
-    long: bool = False
-
-    def check(self) -> tuple[str, str]:
-        """(found, verdict). A condition is named only if it decides: what is true on both sides simply holds."""
-        values = each_over(self.run, **self.given) if "of" in self.given else self.run(**self.given)
-        true = []
-        if isinstance(values, tuple):
-            values, *true = values
-        found = self.found.format(*map(shown, values))
-        first, *elsewhere = true or self._as_said(values)
-        if first and all(elsewhere):
-            return found, "holds"
-        return found, f"holds when {self.when}" if first else "does not hold"
-
-    def _as_said(self, values: list) -> list[bool]:
-        meets = [values[one] < values[other] for one, other in self.less]
-        meets += [low <= value <= high for value, (low, high) in zip(values, cycle(self.between))]
-        meets += [about(value, said, self.off) for value, said in zip(values, cycle(self.says))]
-        at = self.at or range(1 if self.when else max(1, len(meets)))  # without any rule that is an error
-        elsewhere = [met for place, met in enumerate(meets) if place not in at]
-        return [all(meets[place] for place in at), *(elsewhere if self.when else ())]
+    if met and otherwise:
+        return Outcome(HOLDS, found)
+    return Outcome(DEPENDS if met else DOES_NOT_HOLD, found, why)
 
 
-def claims_beside(file: str, runs: str) -> list[Claim]:
-    """Those of claims.toml, article by article; `run` is the name of a function in what is imported as `runs`."""
-    rows, claims = written.beside(file, "claims"), []
-    for key, title in ARTICLES.items():
-        for row in rows.get(key, ()):
-            run = resolve_name(f"{runs}.{row['run']}")
-            claims.append(Claim(**{**row, "article": title, "run": run}))
-    return claims
-
-
-def each_over(run: Callable, of: list[dict], over: list[dict] = ()) -> list:
-    """A value of each row, or how many times that of the rows `over`."""
-    found = [run(**row) for row in of]
-    if over:
-        found = [value / run(**row) for value, row in zip(found, cycle(over))]
-    return found
-
-
-def about(measured, claimed, tolerance: float = 0.005) -> bool:
-    """Whether `measured` is within `tolerance` (a fraction) of `claimed`; of words: whether they are the same."""
-    if isinstance(claimed, str):
-        return measured == claimed
-    return abs(measured - claimed) <= tolerance * abs(claimed)
-
-
-def shown(value) -> str:
-    """A number with four digits, a count with all of them, anything else as it is."""
-    if type(value) is int:
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def close(measured: float, claimed: float, within: float = 0.005) -> bool:
+    """Whether a number is what the article says, up to a fraction."""
+    return abs(measured - claimed) <= within * abs(claimed)

@@ -1,128 +1,458 @@
-"""Claims about the bytes of parameters, gradients, optimizer state and activations.
+"""Claims about bytes: parameters, gradients, optimizer state, activations, and precision.
 
-Most are dry runs of the real engines: one rank's training step on fake tensors (`measure/memory.py`). Its 7B is 34
-blocks of width 4096 with 6.986e9 parameters, so a table for 7e9 is met to 0.5%. Ψ is the number of parameters: float32
-weights are 4Ψ bytes.
+Those about 7B are dry runs of the real engines on fake tensors. The preset 7b has 34 blocks of width 4096 and 6.986e9
+parameters, so a table for 7e9 is met to 0.5%.
 """
-
-import functools
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerolab.measure import memory
-from zerolab.measure.gpus import needed_bytes
-from zerolab.measure.held import buckets_of
-from zerolab.measure.ledger import HELD, PARTS, MemoryLedger
-from zerolab.teach.articles import runs
-from zerolab.teach.articles.runs import parameters_of, saved_bytes, step, toy
+from zerolab.measure.ledger import HELD
+from zerolab.teach.articles.claim import (
+    FRAMEWORKS,
+    MULTIPLE_GPUS,
+    SCALING,
+    SHARDING_STATE,
+    WORDPRESS,
+    Outcome,
+    claim,
+    close,
+    depends_on,
+    holds_if,
+)
+from zerolab.teach.articles.runs import (
+    GB,
+    activations,
+    chain,
+    chain_of_16,
+    dry_run,
+    held_gb,
+    kept_for_backward,
+    ledger_of_zero3,
+    most_gathered,
+    parameters_of,
+    recomputed_activations,
+    recomputed_gpt,
+    saved_bytes,
+    small_gpt,
+    step,
+    whole_model,
+)
 
-P7 = parameters_of("7b")
+BF16 = ("--dtype", "bf16", "--batch", "4")
+RECOMPUTED = (*BF16, "--checkpoint-activations")
 
 
-@functools.cache
-def dry(engine: str, *options: str, preset: str = "7b", ranks: int = 8) -> dict:
-    """A dry run of `engine`: its row of `./launch.sh memory`. Run once, whoever asks."""
-    return memory.measure_alone(engine, memory.arguments(["--preset", preset, str(ranks), *options]))
+def peak_gb(engine: str, *options: str) -> float:
+    return dry_run(engine, *options)["peak_bytes"] / GB
 
 
-def of_a_dry_run(engine: str, what: str, options: str = "", **sizes) -> float:
-    """In GB: a part of what is held, or one "at the peak"; "state", all that is held; "peak"; and what is "needed",
-    also "beside the state": if that were cut into ever more shards.
-
-    Needed by the rule of the dry run's table: 5% for gaps, 2 GB for CUDA and NCCL. Beside them bytes for each of Ψ.
-    """
-    run = dry(engine, *options.split(), **sizes)
-    held = run["held_bytes"]
-    found = {**held, "16Ψ": 16 * P7, "2Ψ": 2 * P7, "2Ψ/N": 2 * P7 / 8}
-    for part in PARTS:
-        found[f"{part} at the peak"] = run["peak_parts"].get(part, 0)
-    found |= {"weights and gradients": held["parameters"] + held["gradients"], "state": sum(held.values())}
-    found |= {"peak": run["peak_bytes"], "needed": needed_bytes(run["peak_bytes"])}
-    found["needed beside the state"] = found["needed"] - 1.05 * found["state"]
-    return found[what] / 1e9
+def added_up(held: list[float]) -> str:
+    return f"{sum(held):.4g} GB = " + " + ".join(f"{part:.4g}" for part in held)
 
 
-def copies(name: str) -> float:
-    """Optimizer state on all 8 ranks together, over what one copy is."""
-    together = sum(step(name, toy, rank=rank)["optimizer"] for rank in range(8))
-    return together / step("single", toy)["optimizer"]
+# State.
+
+
+@claim((MULTIPLE_GPUS, "The Memory Problem in DDP"), (WORDPRESS, "The Memory Redundancy Tax in DDP"))
+def ddp_needs_112_gb() -> Outcome:
+    """7B parameters with Adam in float32 take 28 + 28 + 56 = 112 GB on every GPU under DDP."""
+    held = held_gb("ddp")
+    return holds_if(all(map(close, held, (28, 28, 56))), added_up(held))
+
+
+@claim((MULTIPLE_GPUS, "ZeRO-1, ZeRO-2 and ZeRO-3"))
+def stages_need_63_38_and_14_gb() -> Outcome:
+    """On 8 GPUs the same model takes 63 GB under ZeRO-1, 38.5 GB under ZeRO-2 and 14 GB under ZeRO-3."""
+    zero1, zero2, zero3 = held_gb("zero1"), held_gb("zero2"), held_gb("zero3")
+    true = all(map(close, zero1, (28, 28, 7))) and all(map(close, zero2, (28, 3.5, 7)))
+    true = true and all(map(close, zero3, (3.5, 3.5, 7)))
+    return holds_if(true, f"{added_up(zero1)}; {added_up(zero2)}; {added_up(zero3)}")
+
+
+@claim((MULTIPLE_GPUS, "Memory with ZeRO-3, 7B model, 8 GPUs"))
+def zero3_needs_8_times_less() -> Outcome:
+    """On 8 GPUs ZeRO-3 uses 8 times less memory than DDP."""
+    held = sum(held_gb("ddp")) / sum(held_gb("zero3"))
+    peak = peak_gb("ddp") / peak_gb("zero3")
+    return depends_on(
+        "It holds for what a GPU holds between steps. At the peak of a step activations and gathered units are added.",
+        met=close(held, 8),
+        otherwise=close(peak, 8),
+        found=f"7B, 1 x 2,048 tokens: {held:.4g} times less held, {peak:.4g} times less at the peak",
+    )
+
+
+@claim((WORDPRESS, "Enter PyTorch FSDP"))
+def fsdp_runs_7b_on_14_gb() -> Outcome:
+    """FSDP runs a 7B model on 14 GB instead of 112 GB."""
+    held, peak, recomputed = sum(held_gb("zero3")), peak_gb("zero3"), peak_gb("zero3", *RECOMPUTED)
+    return depends_on(
+        "It holds for what each of 8 GPUs holds between steps. A step needs more.",
+        met=close(held, 14),
+        otherwise=close(peak, 14) or close(recomputed, 14),
+        found=f"{held:.4g} GB held, {peak:.4g} GB at the peak; in bfloat16 with recomputed blocks {recomputed:.4g} GB",
+    )
+
+
+@claim((WORDPRESS, "The Memory Redundancy Tax in DDP"))
+def out_of_memory_before_the_first_micro_batch() -> Outcome:
+    """Under DDP a GPU with 80 GB is out of memory before the first micro-batch of a 7B model in float32."""
+    parameters, gradients, optimizer = held_gb("ddp")
+    later = parameters + gradients + optimizer
+    return depends_on(
+        "Before the first batch there are only parameters. AdamW makes its state at the end of the first step: that "
+        "step fails.",
+        met=later > 80,
+        otherwise=parameters > 80,
+        found=f"{parameters:.4g} GB before the first batch, {later:.4g} GB after the first step",
+    )
+
+
+@claim((SHARDING_STATE, "2. ZeRO Stages"))
+def real_memory_is_above_the_ideal() -> Outcome:
+    """Real memory is higher than the sharded state: gathered parameters, activations and buffers are added."""
+    row = dry_run("zero3")
+    state, peak = sum(held_gb("zero3")), peak_gb("zero3")
+    parts = ", ".join(f"{part} {nbytes / GB:.4g}" for part, nbytes in row["peak_parts"].items() if nbytes > 0.01 * GB)
+    return holds_if(peak > state, f"ZeRO-3, 7B on 8 ranks: {state:.4g} GB held, {peak:.4g} GB at the peak ({parts})")
+
+
+@claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B, 8 GPUs"))
+def zero3_needs_16_gb() -> Outcome:
+    """Parameters 1.75, gradients 3.5, Adam 7 and activations 4 are 16.25 GB in mixed precision."""
+    held, peak = held_gb("zero3", *RECOMPUTED), peak_gb("zero3", *RECOMPUTED)
+    return holds_if(
+        all(map(close, held, (1.75, 3.5, 7))) and close(peak, 16.25, within=0.02),
+        f"{held[0]:.4g} + {held[1]:.4g} + {held[2]:.4g} GB, {peak:.4g} GB at the peak with recomputed blocks",
+        why="The shards are float32 weights, 4 bytes and not 2. The sum also leaves out the gathered units.",
+    )
+
+
+@claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B, 8 GPUs"))
+def zero3_fits_an_a100_with_40_gb() -> Outcome:
+    """7B under ZeRO-3 on 8 GPUs fits an A100 with 40 GB: batch 4, sequences of 2,048 tokens."""
+    kept, recomputed = peak_gb("zero3", *BF16), peak_gb("zero3", *RECOMPUTED)
+    return depends_on(
+        "It holds if activations are recomputed.",
+        met=recomputed < 40,
+        otherwise=kept < 40,
+        found=f"{recomputed:.4g} GB at the peak with recomputed blocks, {kept:.4g} GB without",
+    )
+
+
+@claim((FRAMEWORKS, "Act II: ZeRO and FSDP"))
+def ddp_keeps_4_redundant_copies() -> Outcome:
+    """DDP stores 4 redundant copies of the optimizer state."""
+    needed = step("single").held["optimizer"]
+    copies = {ranks: ranks * step("ddp", ranks=ranks).held["optimizer"] / needed for ranks in (2, 5, 8)}
+    return depends_on(
+        "It holds for N = 5 GPUs: there are N copies, of which N - 1 are redundant.",
+        met=close(copies[5], 5),
+        otherwise=close(copies[2], 5) or close(copies[8], 5),
+        found=f"copies on all ranks: {copies[2]:.4g} of 2 ranks, {copies[5]:.4g} of 5, {copies[8]:.4g} of 8",
+    )
+
+
+@claim((FRAMEWORKS, "Figure 2"))
+def memory_falls_linearly_with_gpus() -> Outcome:
+    """The ZeRO stages reduce memory per GPU linearly with the number of GPUs."""
+    saved = {name: step(name).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
+    return depends_on(
+        "It holds for ZeRO-3. The other stages keep a part whole that does not shrink.",
+        met=close(saved["zero3"], 4, within=0.02),
+        otherwise=close(saved["zero1"], 4, within=0.02) or close(saved["zero2"], 4, within=0.02),
+        found=f"state on 8 ranks over state on 32: ZeRO-1 {saved['zero1']:.4g}, ZeRO-2 {saved['zero2']:.4g}, "
+        f"ZeRO-3 {saved['zero3']:.4g}",
+    )
+
+
+@claim((SCALING, "Comparison Table: DDP vs. ZeRO vs. FSDP"))
+def who_keeps_full_copies() -> Outcome:
+    """DDP keeps parameters and optimizer state in full, ZeRO-1 and -2 the parameters only, ZeRO-3 and FSDP neither."""
+    expected = {"ddp": (1, 1), "zero1": (1, 1 / 8), "zero2": (1, 1 / 8)}
+    expected |= {"zero3": (1 / 8, 1 / 8), "fsdp2": (1 / 8, 1 / 8)}
+    whole, found, true = step("single").held, [], True
+    for name, shares in expected.items():
+        held = step(name).held
+        parameters, optimizer = held["parameters"] / whole["parameters"], held["optimizer"] / whole["optimizer"]
+        true = true and close(parameters, shares[0]) and close(optimizer, shares[1])
+        found.append(f"{name} {parameters:.3f} and {optimizer:.3f}")
+    return holds_if(true, f"share of parameters and of optimizer state on one of 8 ranks: {', '.join(found)}")
+
+
+@claim((SCALING, "ZeRO-1: Optimizer State Sharding"))
+def optimizer_state_is_the_largest_part() -> Outcome:
+    """The optimizer state takes the largest part of the memory."""
+    parts, largest = {}, {}
+    for name in ("ddp", "zero3"):
+        parts[name] = dry_run(name)["peak_parts"]
+        largest[name] = max(parts[name], key=parts[name].get)
+    found = []
+    for name, nbytes in parts.items():
+        optimizer, kept = nbytes["optimizer"] / GB, nbytes["activations"] / GB
+        found.append(f"{name} {optimizer:.4g} of optimizer state, {kept:.4g} of activations")
+    return depends_on(
+        "It holds while the state is whole on every rank. Cut by 8, it is smaller than the activations.",
+        met=largest["ddp"] == "optimizer",
+        otherwise=largest["zero3"] == "optimizer",
+        found=f"GB at the peak, 7B, 1 x 2,048 tokens: {'; '.join(found)}",
+    )
+
+
+# Gathered units and gradients in flight.
+
+
+@claim((MULTIPLE_GPUS, "ZeRO-2: Gradient Partitioning"))
+def zero2_frees_gradients_in_backward() -> Outcome:
+    """Under ZeRO-2 gradients are reduce-scattered and freed while backward goes on."""
+    small, one = step("zero2", chain_of_16, bucket_mb=0), step("zero2", chain_of_16, bucket_mb=25)
+    return depends_on(
+        "It holds if the model has several buckets.",
+        met=small.above_state < 2,
+        otherwise=one.above_state < 2,
+        found=f"peak above the held state, 16 layers: {small.above_state:.4g}Ψ bytes with a bucket per parameter, "
+        f"{one.above_state:.4g}Ψ with one bucket",
+    )
+
+
+@claim((SHARDING_STATE, "7. Production Debugging"))
+def large_buckets_spike_memory() -> Outcome:
+    """Too-large buckets spike memory."""
+    sizes = (0, 0.0625, 0.25)
+    steps = [step("zero2", chain_of_16, bucket_mb=size) for size in sizes]
+    peaks = [one.peak / one.psi for one in steps]
+    found = ", ".join(f"{peak:.4g}Ψ with {size} MiB" for size, peak in zip(sizes, peaks))
+    return holds_if(peaks[0] < peaks[1] < peaks[2], f"peak of ZeRO-2 in bytes, by bucket size: {found}")
+
+
+@claim(
+    (MULTIPLE_GPUS, "ZeRO-3: Parameter Partitioning"),
+    (SHARDING_STATE, "3. FSDP"),
+    (SCALING, "ZeRO-3: Parameter Sharding"),
+)
+def zero3_frees_a_layer_after_use() -> Outcome:
+    """ZeRO-3 gathers a layer's parameters before use, and frees them right after."""
+    of_8, of_16 = 8 * most_gathered(chain), 16 * most_gathered(chain_of_16)
+    return holds_if(
+        max(of_8, of_16) < 2.01,
+        f"layers gathered at once: {of_8:.4g} of 8, {of_16:.4g} of 16 (the one at work and the prefetched one)",
+    )
+
+
+@claim((WORDPRESS, "ZeRO Stages: Sharding the Infrastructure"), (SCALING, "Implementation Logic from Scratch"))
+def model_is_whole_during_forward_and_backward() -> Outcome:
+    """Under ZeRO-3 the model exists in full during the forward and backward pass only."""
+    units, kept = most_gathered(small_gpt), most_gathered(small_gpt, reshard_after_forward=False)
+    one = most_gathered(small_gpt, units=whole_model)
+    return depends_on(
+        "It is whole if units stay gathered after forward, or if the model is one unit. Else it never is.",
+        met=min(kept, one) > 0.9,
+        otherwise=units > 0.9,
+        found=f"most of an 8-block GPT gathered at once: {units:.4g} with a unit per block, "
+        f"{kept:.4g} with reshard_after_forward=False, {one:.4g} as one unit",
+    )
 
 
 # Mixed precision.
 
 
-@functools.cache
-def weighed(gradients: str) -> dict[str, float]:
-    """Bytes per parameter of what is alive after a step in bfloat16 with AdamW, gradients in that dtype."""
+def bytes_in_mixed_precision() -> dict[str, int]:
+    """Bytes per parameter of what is alive after a step in bfloat16 with AdamW, and of gradients in float32."""
     layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    (weight,) = layer.parameters()
-    master = weight.detach().float().requires_grad_()
+    master = layer.weight.detach().float().requires_grad_()
     optimizer = torch.optim.AdamW([master])
-    layer(torch.ones(1, 64, dtype=weight.dtype)).sum().backward()
-    gradient = weight.grad.to(getattr(torch, gradients))
-    master.grad = gradient.float()  # for the update only
+    layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    master.grad = layer.weight.grad.float()
     optimizer.step()
-    moments = [tensor.nbytes for tensor in optimizer.state[master].values() if tensor.shape == master.shape]
-    sizes = {"weights": weight.nbytes, "gradients": gradient.nbytes, "float32 weights": master.nbytes}
-    return {part: nbytes / weight.numel() for part, nbytes in {**sizes, "moments": sum(moments)}.items()}
+    moments = optimizer.state[master]["exp_avg"].nbytes + optimizer.state[master]["exp_avg_sq"].nbytes
+    sizes = {
+        "weights": layer.weight.nbytes,
+        "gradients": layer.weight.grad.nbytes,
+        "float32 gradients": master.grad.nbytes,
+        "master weights": master.nbytes,
+        "moments": moments,
+    }
+    return {part: nbytes // layer.weight.numel() for part, nbytes in sizes.items()}
 
 
-def trained_in_bf16(parts: list[str], gradients: str = "bfloat16", preset: str = "") -> float:
-    """Bytes per parameter of these parts; with a preset its GB."""
-    total = sum(weighed(gradients)[part] for part in parts)
-    return total * parameters_of(preset) / 1e9 if preset else total
-
-
-# Activations: what forward keeps for backward, of the articles' 4 sequences of 2,048 tokens.
-
-
-def of_a_forward(preset: str, what: str, batch: int = 4, seq: int = 2048, **shape) -> float:
-    """GB that are "kept" for backward; with every block "recomputed" the most at once: their inputs, and one's
-    activations. Or how many "parameters" there are, in 10^9."""
-    if what == "parameters":
-        return parameters_of(preset) / 1e9
-    kept = functools.partial(saved_bytes, preset, batch, seq)
-    if what == "kept":
-        return kept(**shape) / 1e9
-    two, one = (kept(**{**shape, "layers": layers}) for layers in (2, 1))
-    return (kept(recompute=True, **shape) + two - one) / 1e9
-
-
-@functools.cache
-def kept_under(name: str, model: str = "small", **options) -> int:
-    """Bytes that forward leaves for backward under an engine, without the parameters it has gathered."""
-    with MemoryLedger() as memory, runs.running(name, runs.MODELS[model], **options) as engine:
-        flats = [bucket.flat.untyped_storage() for bucket in buckets_of(engine)]
-        before = memory.live - sum(flat.nbytes() for flat in flats)
-        loss = runs.forward(engine)
-        after = memory.live - sum(flat.nbytes() for flat in flats)
-        del loss
-    return after - before
-
-
-# Offload: what leaves the GPU, and what it costs.
-
-
-def most_beside(parts: tuple[str, ...], **options) -> int:
-    """The most bytes that ZeRO-3 has at once in a step beside these parts."""
-    return runs.worst_moment(
-        runs.small_gpt,
-        of=lambda moment: moment.live - sum(moment.parts[part] for part in parts),
-        make_optimizer=runs.ADAMW,
-        **options,
+@claim((SHARDING_STATE, "1. Training State Memory"), (SCALING, "The Memory Wall in LLM Training"))
+def bfloat16_with_adam_is_16_bytes() -> Outcome:
+    """Training in BF16 with Adam takes about 16 bytes per parameter: 112 GB for 7B."""
+    of = bytes_in_mixed_precision()
+    total = of["weights"] + of["gradients"] + of["master weights"] + of["moments"]
+    return holds_if(
+        total == 16,
+        f"{total} bytes = {of['weights']} weights + {of['gradients']} gradients + {of['master weights']} float32 "
+        f"weights + {of['moments']} moments; {total * parameters_of('7b') / GB:.4g} GB for 7B",
     )
 
 
-def offloaded():
-    """All on the device, and what is held left out: under the policy that is on the host, where it has its own memory.
+@claim((FRAMEWORKS, "TL;DR and Act 0: The Memory Problem"))
+def float32_gradients_and_adam_make_16_bytes() -> Outcome:
+    """2 bytes in BF16 and 12 bytes of FP32 gradients and Adam's states are 16 bytes per parameter: 112 GB for 7B."""
+    of = bytes_in_mixed_precision()
+    table = of["weights"] + of["float32 gradients"] + of["moments"]
+    with_master = table + of["master weights"]
+    return holds_if(
+        16 in (table, with_master),
+        f"{table} bytes, {table * parameters_of('7b') / GB:.4g} GB for 7B; {with_master} with float32 master weights",
+        why="The parts that it names are 14 bytes, as in its own table (98 GB). With float32 master weights they are "
+        "18. 16 bytes is BF16 gradients and master weights.",
+    )
 
-    What offload adds to a step does not depend on the batch; what it can hide behind, and is measured by, does. Here
-    for a parameter on 8 H100: float32, up twice and down once at 64 GB/s, which no link exceeds, over 6 FLOPs for each
-    token.
+
+@claim((FRAMEWORKS, "Figure 2"))
+def stages_in_mixed_precision() -> Outcome:
+    """Under the stages a GPU has 2 + 4 + 8/N, 2 + 12/N and 14/N bytes per parameter in mixed precision."""
+    states = [step(name, dtype=torch.bfloat16).state for name in ("zero1", "zero2", "zero3")]
+    return holds_if(
+        all(close(state, said, within=0.02) for state, said in zip(states, (7, 3.5, 1.75))),
+        f"at N = 8: {states[0]:.4g}, {states[1]:.4g} and {states[2]:.4g} bytes; the formulas give 7, 3.5 and 1.75",
+        why="The figure leaves out the float32 master weights. They are sharded too: 4/N bytes more.",
+    )
+
+
+# Activations.
+
+
+@claim((MULTIPLE_GPUS, "The Memory Problem in DDP"), (SHARDING_STATE, "5. Sharding vs Activation Memory"))
+def zero_leaves_activations_as_they_are() -> Outcome:
+    """ZeRO does not reduce activation memory."""
+    whole = kept_for_backward("single")
+    shares = [kept_for_backward(name) / whole for name in ("zero1", "zero2", "zero3")]
+    return holds_if(
+        all(close(share, 1, within=0.01) for share in shares),
+        "bytes kept for backward, over one process's: "
+        f"ZeRO-1 {shares[0]:.4g}, ZeRO-2 {shares[1]:.4g}, ZeRO-3 {shares[2]:.4g}",
+    )
+
+
+@claim((MULTIPLE_GPUS, "The Memory Problem in DDP"))
+def activations_grow_with_batch_sequence_and_width() -> Outcome:
+    """Activations scale with batch size, sequence length and the number of neurons."""
+    once = saved_bytes("tiny", 2, 64)
+    grown = [saved_bytes("tiny", 4, 64), saved_bytes("tiny", 2, 128), saved_bytes("tiny", 2, 64, width=512)]
+    batch, seq, width = (nbytes / once for nbytes in grown)
+    scores = saved_bytes("tiny", 2, 128, keep_scores=True) / saved_bytes("tiny", 2, 64, keep_scores=True)
+    return depends_on(
+        "It holds for fused attention. Attention that keeps its scores grows with the square of the sequence.",
+        met=all(close(ratio, 2, within=0.05) for ratio in (batch, seq, width)),
+        otherwise=close(scores, 2, within=0.05),
+        found=f"bytes kept, doubled batch x{batch:.4g}, sequence x{seq:.4g}, width x{width:.4g}; "
+        f"sequence with scores kept x{scores:.4g}",
+    )
+
+
+@claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B, 8 GPUs"))
+def activations_of_7b_are_4_gb() -> Outcome:
+    """4 sequences of 2,048 tokens need about 4 GB of activations in a 7B model (elsewhere it says 20 to 40 GB)."""
+    kept, recomputed = activations("7b"), recomputed_activations("7b")
+    return depends_on(
+        "It holds if every block is recomputed. 20 to 40 GB is the number without.",
+        met=close(recomputed, 4, within=0.1),
+        otherwise=close(kept, 4, within=0.1),
+        found=f"bfloat16, fused attention: {recomputed:.4g} GB with recomputed blocks, {kept:.4g} GB without",
+    )
+
+
+@claim((FRAMEWORKS, "Gradient Checkpointing (Activation Recomputation)"))
+def activations_of_70b_are_30_to_50_gb() -> Outcome:
+    """4 sequences of 2,048 tokens need 30 to 50 GB of activations in a 70B model, often more than its weights."""
+    kept, recomputed = activations("70b"), recomputed_activations("70b")
+    weights = 2 * parameters_of("70b") / GB
+    return holds_if(
+        30 <= kept <= 50 and kept > weights,
+        f"bfloat16, fused attention: {kept:.4g} GB, {recomputed:.4g} GB with recomputed blocks; "
+        f"the weights have {weights:.4g} GB",
+        why="They need more. And 30 to 50 GB are not more than the weights, which have 140 GB.",
+    )
+
+
+@claim((FRAMEWORKS, "Gradient Checkpointing (Activation Recomputation)"))
+def recomputing_needs_8_times_less() -> Outcome:
+    """Gradient checkpointing reduces activation memory about 8 times."""
+    deep = activations("7b") / recomputed_activations("7b")
+    shallow = activations("7b", layers=4) / recomputed_activations("7b", layers=4)
+    return depends_on(
+        "It holds if the model is deep.",
+        met=close(deep, 8, within=0.25),
+        otherwise=close(shallow, 8, within=0.25),
+        found=f"{deep:.4g} times less in 34 layers of width 4096, {shallow:.4g} times in 4 layers",
+    )
+
+
+@claim((FRAMEWORKS, "PyTorch FSDP vs. DeepSpeed ZeRO"))
+def fsdp_recomputes_by_use_orig_params() -> Outcome:
+    """FSDP does activation checkpointing by its option use_orig_params."""
+    with_it, without = kept_for_backward("fsdp1"), kept_for_backward("fsdp1", use_orig_params=False)
+    recomputed = kept_for_backward("fsdp1", recomputed_gpt)
+    return holds_if(
+        with_it < without,
+        f"bytes kept for backward: {with_it:,} with the option, {without:,} without; {recomputed:,} with checkpoint()",
+        why="The option only keeps the original parameters visible. checkpoint() around each block recomputes.",
+    )
+
+
+# Offload.
+
+
+def bytes_alive(moment) -> int:
+    return moment.live
+
+
+def bytes_not_held(moment) -> int:
+    return moment.live - sum(moment.parts[part] for part in HELD)
+
+
+@claim((SHARDING_STATE, "7. Production Debugging"))
+def offload_saves_memory_and_kills_throughput() -> Outcome:
+    """CPU offload saves GPU memory but kills throughput.
+
+    Under the policy parameters, gradients and optimizer state are on the host. They are left out here, because this
+    machine has one kind of memory. The copies do not depend on the batch: for a float32 parameter on 8 H100 two up and
+    one down at 64 GB/s, which no link exceeds. They can hide behind 6 FLOPs for each token.
     """
-    without = most_beside(())
-    device = most_beside(HELD, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    copies = [(3 * 4 / 8 / 64e9) / (6 * tokens / 989e12) for tokens in (2_048, 1_048_576)]
-    return [without / 1e6, device / 1e6, *copies], *(device < without and longer > 1 for longer in copies)
+    without = ledger_of_zero3(small_gpt).peak_moment(of=bytes_alive).live
+    offloaded = ledger_of_zero3(small_gpt, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    device = bytes_not_held(offloaded.peak_moment(of=bytes_not_held))
+    copies = 3 * 4 / 8 / 64e9
+    few, many = (copies / (6 * tokens / 989e12) for tokens in (2_048, 1_048_576))
+    return depends_on(
+        "It kills throughput if a step has few tokens per GPU.",
+        met=device < without and few > 1,
+        otherwise=device < without and many > 1,
+        found=f"peak on the device, a small GPT: {without / 1e6:.4g} MB without, {device / 1e6:.4g} MB with; "
+        f"copies over computation by formula, 8 H100: {few:.4g} with 2,048 tokens per GPU, {many:.4g} with 1,048,576",
+    )
+
+
+CLAIMS = [
+    ddp_needs_112_gb,
+    stages_need_63_38_and_14_gb,
+    zero3_needs_8_times_less,
+    fsdp_runs_7b_on_14_gb,
+    out_of_memory_before_the_first_micro_batch,
+    real_memory_is_above_the_ideal,
+    zero3_needs_16_gb,
+    zero3_fits_an_a100_with_40_gb,
+    ddp_keeps_4_redundant_copies,
+    memory_falls_linearly_with_gpus,
+    who_keeps_full_copies,
+    optimizer_state_is_the_largest_part,
+    zero2_frees_gradients_in_backward,
+    large_buckets_spike_memory,
+    zero3_frees_a_layer_after_use,
+    model_is_whole_during_forward_and_backward,
+    bfloat16_with_adam_is_16_bytes,
+    float32_gradients_and_adam_make_16_bytes,
+    stages_in_mixed_precision,
+    zero_leaves_activations_as_they_are,
+    activations_grow_with_batch_sequence_and_width,
+    activations_of_7b_are_4_gb,
+    activations_of_70b_are_30_to_50_gb,
+    recomputing_needs_8_times_less,
+    fsdp_recomputes_by_use_orig_params,
+    offload_saves_memory_and_kills_throughput,
+]

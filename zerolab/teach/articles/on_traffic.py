@@ -1,13 +1,9 @@
-"""Claims about what is sent and when, what is gathered and freed: the collectives that the engines really issue.
+"""Claims about what is sent, how often and when: the collectives that the engines really issue.
 
-Ψ is the number of parameters, and traffic is counted in elements, as in the ZeRO paper. "2Ψ" below is short for
-2Ψ (N-1)/N elements, sent by one rank in one step: the factor in front of Ψ is the same for every N. The
-articles' models are replaced by small ones: a ratio of counts does not depend on the size. Of time only order is seen
-here: what is issued before a computation can hide behind it.
+Of time only order is measured here: what is issued before a computation can hide behind it.
 """
 
 import functools
-from functools import partial
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
@@ -15,96 +11,265 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerolab.measure.held import storage_bytes
-from zerolab.measure.ledger import GATHERED
+from zerolab.measure.fake_ranks import fake_ranks
+from zerolab.measure.sweeps import layers
 from zerolab.measure.traffic import TrafficLedger, kind_of
 from zerolab.teach import by_hand
+from zerolab.teach.articles.claim import (
+    FRAMEWORKS,
+    MULTIPLE_GPUS,
+    SCALING,
+    SHARDING_STATE,
+    WORDPRESS,
+    Outcome,
+    claim,
+    close,
+    depends_on,
+    holds_if,
+)
 from zerolab.teach.articles.runs import (
     ALL_REDUCE,
     GATHER,
-    MODELS,
     REDUCE,
-    UNITS,
     batch_for,
     chain,
-    fake_ranks,
     forward,
+    gpt,
     running,
     size_of,
-    toy,
+    small_gpt,
+    step,
     update,
-    worst_moment,
+    whole_model,
 )
 
 # How much is sent.
 
 
-def ring_all_reduce():
-    """A ring all-reduce of 8 ranks, run in one process: the share of the buffer that one sends, and whether it sums."""
+def sent_by(*names: str) -> str:
+    """For each engine what a rank sends in a step."""
+    return ", ".join(f"{name} {step(name).sent:.4g}Ψ" for name in names)
+
+
+@claim((FRAMEWORKS, "Data Parallelism (DDP)"))
+def all_reduce_sends_the_buffer_almost_twice() -> Outcome:
+    """An all-reduce sends 2 (N-1)/N of the buffer."""
     buffers = [[shard + rank for shard in range(8)] for rank in range(8)]
-    expected = [sum(column) for column in zip(*buffers)]
+    sums = [sum(column) for column in zip(*buffers)]
     sent = by_hand.ring(buffers, by_hand.reduce_round) + by_hand.ring(buffers, by_hand.gather_round)
-    return [sent / 8, buffers == [expected] * 8]
+    return holds_if(
+        buffers == [sums] * 8 and sent / 8 == 2 * 7 / 8,
+        f"a ring of 8 ranks: {sent / 8} of the buffer per rank, and every rank has the sums",
+    )
 
 
-# Units and shards.
+@claim((MULTIPLE_GPUS, "ZeRO-2: Gradient Partitioning"))
+def zero2_saves_bandwidth() -> Outcome:
+    """ZeRO-2 reduce-scatters where ZeRO-1 all-reduces, which saves communication bandwidth as well as memory."""
+    zero1, zero2, ddp = step("zero1"), step("zero2"), step("ddp")
+    kinds = zero1.count(ALL_REDUCE) and not zero1.count(REDUCE) and zero2.count(REDUCE) and not zero2.count(ALL_REDUCE)
+    return depends_on(
+        "It holds against a ZeRO-1 that all-reduces, like this article's. ZeRO-2 sends as much as DDP.",
+        met=bool(kinds) and zero2.sent < zero1.sent,
+        otherwise=zero2.sent < ddp.sent,
+        found=f"sent per step: {sent_by('zero1', 'zero2', 'ddp')}",
+    )
 
 
-def wrapped(units) -> tuple[float, float]:
-    """Shares of a GPT with fully_shard on these modules: of the largest all-gather, and of what stays unsharded."""
+@claim((MULTIPLE_GPUS, "ZeRO-1: Optimizer State Partitioning"))
+def zero2_costs_what_zero1_does() -> Outcome:
+    """Nobody would use ZeRO-1, because ZeRO-2 saves more memory at essentially the same cost."""
+    ratios = []
+    for micro_batches in (1, 2, 3, 4):
+        zero1 = step("zero1", micro_batches=micro_batches)
+        ratios.append(step("zero2", micro_batches=micro_batches).sent / zero1.sent)
+    whole = step("zero2", micro_batches=4, no_sync=True, find_unused=False).sent / zero1.sent
+    return depends_on(
+        "It holds for up to 2 micro-batches per step. ZeRO-2 reduces after each, ZeRO-1 once. Under no_sync() ZeRO-2 "
+        "reduces once too, and keeps whole gradients meanwhile.",
+        met=max(ratios[0], ratios[1], whole) < 1.005,
+        otherwise=max(ratios) < 1.005,
+        found="ZeRO-2 sends {:.4g}, {:.4g}, {:.4g} and {:.4g} times what ZeRO-1 sends ".format(*ratios)
+        + f"for 1, 2, 3 and 4 micro-batches, {whole:.4g} times for 4 under no_sync()",
+    )
+
+
+@claim((SCALING, "ZeRO-1: Optimizer State Sharding"))
+def zero1_adds_no_communication() -> Outcome:
+    """On 8 GPUs each stores 1/8 of the optimizer state, without more communication than DDP."""
+    share = step("zero1").held["optimizer"] / step("ddp").held["optimizer"]
+    return depends_on(
+        "It holds if gradients are reduce-scattered, as ZeRO-2 does. With an all-reduce ZeRO-1 sends 3Ψ.",
+        met=close(share, 1 / 8) and close(step("zero2").sent, step("ddp").sent),
+        otherwise=close(step("zero1").sent, step("ddp").sent),
+        found=f"{share:.4g} of DDP's optimizer state; sent per step: {sent_by('ddp', 'zero2', 'zero1')}",
+    )
+
+
+@claim(
+    (MULTIPLE_GPUS, "Conclusion"),
+    (SHARDING_STATE, "4. Communication Tradeoff"),
+    (WORDPRESS, "The Trade-off: Latency vs. Memory"),
+)
+def memory_is_paid_for_with_communication() -> Outcome:
+    """ZeRO exchanges memory for communication."""
+    ddp, zero2, zero3 = step("ddp"), step("zero2"), step("zero3")
+    return depends_on(
+        "It holds for ZeRO-3. ZeRO-2 sends what DDP sends, and holds a third of it.",
+        met=zero3.state < ddp.state and zero3.sent > ddp.sent,
+        otherwise=zero2.state < ddp.state and zero2.sent > ddp.sent,
+        found=f"{sent_by('ddp', 'zero2', 'zero3')}; bytes held per parameter: "
+        f"ddp {ddp.state:.4g}, zero2 {zero2.state:.4g}, zero3 {zero3.state:.4g}",
+    )
+
+
+@claim((SCALING, "Comparison Table: DDP vs. ZeRO vs. FSDP"))
+def each_stage_sends_more() -> Outcome:
+    """DDP communicates least, ZeRO-1 and ZeRO-2 more, and ZeRO-3 most."""
+    ddp, zero1, zero2, zero3 = (step(name).sent for name in ("ddp", "zero1", "zero2", "zero3"))
+    return holds_if(
+        ddp < min(zero1, zero2) and max(zero1, zero2) < zero3,
+        sent_by("ddp", "zero1", "zero2", "zero3"),
+        why="A reduce-scatter and an all-gather are an all-reduce, so ZeRO-2 sends what DDP sends. A ZeRO-1 that "
+        "all-reduces sends as much as ZeRO-3.",
+    )
+
+
+@claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B"), (WORDPRESS, "The Trade-off: Latency vs. Memory"))
+def zero3_sends_half_more_than_ddp() -> Outcome:
+    """ZeRO-3 sends 1.5 times what DDP sends."""
+    zero3, fsdp2 = (step(name).sent / step("ddp").sent for name in ("zero3", "fsdp2"))
+    of_gpt = step("zero3", gpt).sent / step("ddp", gpt).sent
+    kept = step("zero3", reshard_after_forward=False).sent / step("ddp").sent
+    return depends_on(
+        "It holds if every parameter is freed after forward. A unit that stays gathered is gathered once.",
+        met=close(zero3, 1.5) and close(fsdp2, 1.5),
+        otherwise=close(of_gpt, 1.5) and close(kept, 1.5),
+        found=f"times DDP's: ZeRO-3 {zero3:.4g}, FSDP2 {fsdp2:.4g}; a GPT whose root stays gathered {of_gpt:.4g}; "
+        f"all units stay gathered {kept:.4g}",
+    )
+
+
+@claim((SCALING, "PyTorch FSDP: The Industry Standard"))
+def fsdp_is_zero3() -> Outcome:
+    """FSDP is PyTorch's implementation of ZeRO-3: it shards parameters, gradients and optimizer state."""
+    ours, found, true = step("zero3", gpt), [], True
+    for name in ("fsdp1", "fsdp2"):
+        fsdp = step(name, gpt)
+        sent, held = fsdp.sent / ours.sent, fsdp.state / ours.state
+        true = true and close(sent, 1) and close(held, 1)
+        found.append(f"{name} sends {sent:.4g} and holds {held:.4g}")
+    return holds_if(true, f"of what our ZeRO-3 has, a GPT on 8 ranks: {'; '.join(found)}")
+
+
+# How many collectives.
+
+
+@claim((FRAMEWORKS, "Explain gradient accumulation and when to use it"))
+def accumulation_saves_all_reduces() -> Outcome:
+    """Accumulating gradients over K micro-batches means K times fewer all-reduces (its loop is plain backward())."""
+    once = step("ddp").count(ALL_REDUCE)
+    quiet = step("ddp", micro_batches=4, no_sync=True).count(ALL_REDUCE) / once
+    plain = step("ddp", micro_batches=4).count(ALL_REDUCE) / once
+    return depends_on(
+        "It holds if all micro-batches except the last run under no_sync(), which its loop does not use.",
+        met=quiet == 1,
+        otherwise=plain == 1,
+        found=f"4 micro-batches with DDP: {quiet:.4g} times the all-reduces of one with no_sync(), {plain:.4g} without",
+    )
+
+
+@claim((SHARDING_STATE, "7. Production Debugging"))
+def bad_wrapping_gathers_too_often() -> Outcome:
+    """Bad automatic wrapping causes excessive all-gathers."""
+    choices = {"layer": step("zero3", gpt, units=layers), "block": step("zero3", gpt)}
+    choices["model"] = step("zero3", gpt, units=whole_model)
+    count = {name: one.count(GATHER) for name, one in choices.items()}
+    return holds_if(
+        count["layer"] >= 16 and count["block"] <= 5 and close(choices["layer"].sent, choices["block"].sent),
+        f"all-gathers of a step, a GPT of 2 blocks: {count['layer']} with a unit per layer, "
+        f"{count['block']} with one per block, {count['model']} for the model as one unit; "
+        "layers and blocks send the same",
+    )
+
+
+@claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B"))
+def zero3_gathers_a_layer_three_times() -> Outcome:
+    """ZeRO-3 does 3 all-gathers and 1 reduce-scatter per layer in forward, and the same in backward."""
+    found, counts = [], set()
+    for name in ("zero3", "fsdp2"):
+        passes = events_of_a_step(name)[:2]
+        count = [passes[0].count("G"), passes[0].count("R"), passes[1].count("G"), passes[1].count("R")]
+        counts.add(tuple(count))
+        found.append("{} {} and {} in forward, {} and {} in backward".format(name, *count))
+    return holds_if(
+        counts == {(12, 4, 12, 4)},
+        f"all-gathers and reduce-scatters of 4 layers: {'; '.join(found)}",
+        why="A layer is gathered once in forward and once in backward, and its gradient is reduced once, in backward.",
+    )
+
+
+def shares_with_fully_shard(units) -> tuple[float, float]:
+    """fully_shard on these modules of a GPT: shares of the largest all-gather, and of what is not sharded."""
     with fake_ranks(8), TrafficLedger() as ledger:
-        model = toy()
+        model = gpt()
         for module in units(model):
             fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
         model(batch_for(model)[0]).sum().backward()
         whole = sum(param.nbytes for param in model.parameters() if not isinstance(param, DTensor))
-    largest = max(c.whole_bytes for c in ledger.collectives if c.kind == GATHER)
-    return largest / size_of(toy), whole / size_of(toy)
+    largest = max(one.whole_bytes for one in ledger.collectives if one.kind == GATHER)
+    return largest / size_of(gpt), whole / size_of(gpt)
 
 
-def root_wrapped_too():
-    both, _ = wrapped(lambda gpt: [*gpt.blocks, gpt])
-    only_root, _ = wrapped(lambda gpt: [gpt])
-    _, unsharded = wrapped(lambda gpt: gpt.blocks)
-    return [both, only_root, unsharded]
+def blocks_and_model(model) -> list:
+    return [*model.blocks, model]
 
 
-def per_parameter_dtensor():
-    with running("fsdp2") as engine:
-        params = list(engine.model.parameters())
-        share = storage_bytes(params) / size_of(chain)
-        shapes = [tuple(shape) for shape in (params[0].shape, params[0].to_local().shape)]
-    kinds = {type(param).__name__ for param in params}
-    return [" and ".join(kinds), *shapes, share]
+def blocks_only(model) -> list:
+    return list(model.blocks)
 
 
-# What is gathered at once.
+@claim((MULTIPLE_GPUS, "Using ZeRO in PyTorch"))
+def fully_shard_goes_on_layers_and_model() -> Outcome:
+    """fully_shard must be applied to every layer, and then to the whole model."""
+    both, _ = shares_with_fully_shard(blocks_and_model)
+    one, _ = shares_with_fully_shard(whole_model)
+    _, unsharded = shares_with_fully_shard(blocks_only)
+    return depends_on(
+        "All three ways train. It must if the model shall never be gathered at once, and if parameters outside of the "
+        "layers shall be sharded too.",
+        met=both < 0.99 and one == 1 and unsharded > 0.01,
+        otherwise=False,
+        found=f"largest all-gather, of the model: {both:.4g}; on the model only: {one:.4g}; on the layers only: "
+        f"{unsharded:.4g} of the parameters are not sharded",
+    )
 
 
-def most_gathered(model: str, units: str = "", layers: int = 1, **options) -> float:
-    """The largest share of the parameters that ZeRO-3 has gathered at once in a step, in layers if there are some."""
-    model_of, options["units"] = MODELS[model], UNITS.get(units)
-    return layers * worst_moment(model_of, of=lambda moment: moment.parts[GATHERED], **options) / size_of(model_of)
-
-
-def flops_of_a_rank(name: str) -> int:
-    with running(name, MODELS["small"]) as engine, FlopCounterMode(display=False) as counter:
-        forward(engine).backward()
-        return counter.get_total_flops()
+@claim((MULTIPLE_GPUS, "Introduction"))
+def ranks_compute_what_one_process_does() -> Outcome:
+    """Under ZeRO all GPUs run the same forward and backward passes: it is no parallelism technique."""
+    flops = {}
+    for name in ("single", "zero3", "fsdp2"):
+        with running(name, small_gpt) as engine, FlopCounterMode(display=False) as counter:
+            forward(engine).backward()
+            flops[name] = counter.get_total_flops()
+    zero3, fsdp2 = flops["zero3"] / flops["single"], flops["fsdp2"] / flops["single"]
+    return holds_if(zero3 == fsdp2 == 1, f"FLOPs of a rank, over one process's: ZeRO-3 {zero3:.4g}, FSDP2 {fsdp2:.4g}")
 
 
 # In which order.
-
 
 LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
 
 
 class Events(TorchDispatchMode):
-    """The order of all-gathers (G), matrix products (C) and reductions (R)."""
+    """The order of all-gathers (G), matrix products (C) and reductions (R), as one text of letters."""
 
-    letters = ""
+    def __init__(self):
+        super().__init__()
+        self.letters = ""
 
-    def mark(self) -> None:
+    def mark(self, *_) -> None:
         self.letters += "|"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -112,41 +277,127 @@ class Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
-def order(name: str, layers: int = 4, **options) -> list[str]:
-    """The events of an engine over `layers` layers in [forward, backward, before the update, after its beginning].
+def chain_of_4():
+    return chain(4)
 
-    Of the third step: after two it knows the order of its units.
+
+def chain_of_1():
+    return chain(1)
+
+
+@functools.cache
+def events_of_a_step(name: str, make_model=chain_of_4, **options) -> list[str]:
+    """The events of an engine in [forward, backward, before the update, after its beginning], in the third step.
+
+    After two steps ZeRO-3 knows the order of its units.
     """
-    with running(name, partial(chain, layers), **options) as engine:
-        engine.optimizer.register_step_pre_hook(lambda *_: events.mark())
+    with running(name, make_model, **options) as engine:
         for _ in range(3):
             with Events() as events:
+                handle = engine.optimizer.register_step_pre_hook(events.mark)
                 loss = forward(engine)
                 events.mark()
                 loss.backward()
                 events.mark()
                 update(engine)
+                handle.remove()
         del engine, loss
     return events.letters.split("|")
 
 
-def both_passes(name: str, **options) -> str:
-    return "|".join(order(name, **options)[:2])
+def passes(name: str, make_model=chain_of_4, **options) -> str:
+    """The events of forward and backward."""
+    return " ".join(events_of_a_step(name, make_model, **options)[:2])
 
 
-def events(name: str, part: int, letter: str) -> int:
-    """How many events of this kind there are in one of the parts that `order` returns."""
-    return order(name)[part].count(letter)
+@claim((SHARDING_STATE, "3. FSDP"))
+def flow_of_fsdp() -> Outcome:
+    """FSDP gathers, computes and frees a layer; in backward it gathers, computes gradients and reduce-scatters them."""
+    zero3, fsdp2 = passes("zero3", chain_of_1), passes("fsdp2", chain_of_1)
+    return holds_if(zero3 == fsdp2 == "GC GCR", f"one unit, forward and backward: {zero3} in ZeRO-3, {fsdp2} in FSDP2")
 
 
-def before_the_last_gradient(**options) -> float:
-    """The share of its all-reduces that DDP has issued before the last gradient is computed."""
-    backward = order("ddp", **options)[1]
-    return backward[: backward.rindex("C")].count("R") / backward.count("R")
+@claim((MULTIPLE_GPUS, "ZeRO-3: Parameter Partitioning"), (SHARDING_STATE, "4. Communication Tradeoff"))
+def next_gather_hides_behind_forward() -> Outcome:
+    """The all-gather of layer N+1 overlaps with the forward of layer N."""
+    ahead, serial = passes("zero3"), passes("zero3", prefetch=0)
+    return depends_on(
+        "It holds if a unit is prefetched. Without, each gather waits for the computation in front of it.",
+        met=ahead.startswith("GGCGCGCC"),
+        otherwise=serial.startswith("GGCGCGCC"),
+        found=f"ZeRO-3 with prefetch {ahead}, without {serial}",
+    )
 
 
-def backward_prefetch():
-    """The article names the option (its snippet only imports it): is the next unit gathered early enough?"""
-    choices = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None
-    return [order("fsdp1", backward_prefetch=choice)[1] for choice in choices]
+@claim((SCALING, "Pro Tip: Communication vs. Computation"))
+def backward_prefetch_overlaps() -> Outcome:
+    """BackwardPrefetch overlaps the next layer's gather with the current layer's gradient computation."""
+    pre = events_of_a_step("fsdp1", backward_prefetch=BackwardPrefetch.BACKWARD_PRE)[1]
+    post = events_of_a_step("fsdp1", backward_prefetch=BackwardPrefetch.BACKWARD_POST)[1]
+    none = events_of_a_step("fsdp1", backward_prefetch=None)[1]
+    return depends_on(
+        "It holds for BACKWARD_PRE, the default. BACKWARD_POST gathers after the computation.",
+        met=pre.startswith("GGCC"),
+        otherwise=post.startswith("GGCC"),
+        found=f"backward of FSDP1: BACKWARD_PRE {pre}, BACKWARD_POST {post}, None {none}",
+    )
+
+
+@claim((MULTIPLE_GPUS, "ZeRO-3: Parameter Partitioning"))
+def zero3_needs_no_last_all_gather() -> Outcome:
+    """ZeRO-3 needs no all-gather at the end of a step, because forward gathers layer by layer."""
+    count = {name: events_of_a_step(name)[3].count("G") for name in ("zero1", "zero2", "zero3", "fsdp2")}
+    return holds_if(
+        count["zero3"] == count["fsdp2"] == 0 < min(count["zero1"], count["zero2"]),
+        "all-gathers after the update: " + ", ".join(f"{name} {number}" for name, number in count.items()),
+    )
+
+
+@claim((FRAMEWORKS, "Design the training infrastructure for a 70B model on 256 H100s"))
+def reduction_overlaps_with_the_update() -> Outcome:
+    """The gradient sync overlaps with the optimizer's step."""
+    count = {name: events_of_a_step(name)[3].count("R") for name in ("zero1", "zero2", "zero3", "fsdp2")}
+    return holds_if(
+        min(count.values()) > 0,
+        "reductions after the optimizer starts: " + ", ".join(f"{name} {number}" for name, number in count.items()),
+        why="The optimizer needs the reduced gradients. Reductions overlap with backward.",
+    )
+
+
+@claim((FRAMEWORKS, "Data Parallelism (DDP)"))
+def ddp_overlaps_by_itself() -> Outcome:
+    """DDP overlaps gradient communication with the backward pass automatically."""
+    shares = []
+    for options in ({"bucket_mb": 0.02}, {}):
+        backward = events_of_a_step("ddp", **options)[1]
+        shares.append(backward[: backward.rindex("C")].count("R") / backward.count("R"))
+    return depends_on(
+        "It holds if the gradients fill more than one bucket (25 MiB each).",
+        met=shares[0] > 0,
+        otherwise=shares[1] > 0,
+        found=f"all-reduces issued before the last gradient: {shares[0]:.4g} of them with small buckets, "
+        f"{shares[1]:.4g} with one bucket",
+    )
+
+
+CLAIMS = [
+    all_reduce_sends_the_buffer_almost_twice,
+    zero2_saves_bandwidth,
+    zero2_costs_what_zero1_does,
+    zero1_adds_no_communication,
+    memory_is_paid_for_with_communication,
+    each_stage_sends_more,
+    zero3_sends_half_more_than_ddp,
+    fsdp_is_zero3,
+    accumulation_saves_all_reduces,
+    bad_wrapping_gathers_too_often,
+    zero3_gathers_a_layer_three_times,
+    fully_shard_goes_on_layers_and_model,
+    ranks_compute_what_one_process_does,
+    flow_of_fsdp,
+    next_gather_hides_behind_forward,
+    backward_prefetch_overlaps,
+    zero3_needs_no_last_all_gather,
+    reduction_overlaps_with_the_update,
+    ddp_overlaps_by_itself,
+]

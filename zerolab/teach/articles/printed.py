@@ -1,6 +1,5 @@
-"""Claims in the code that the articles print: the point of each class or snippet, rebuilt in a few lines of our own."""
+"""Claims about the code that the articles print: the point of each class or snippet, rebuilt in a few lines of ours."""
 
-import textwrap
 import warnings
 
 import torch
@@ -10,43 +9,50 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zerolab.teach.articles.claim import MULTIPLE_GPUS, WORDPRESS, Outcome, claim, depends_on, holds_if
 from zerolab.teach.articles.runs import batch_for, chain, forward, running
 
 
-def attempt(run, *given) -> str:
-    """ "runs" if `run(*given)` goes through, else the error's name and first words."""
+def attempt(run, *args) -> str:
+    """ "runs", or the type of the error that `run(*args)` raises."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            run(*given)
+            run(*args)
     except Exception as error:
-        return f"{type(error).__name__}: {textwrap.shorten(str(error).splitlines()[0], 90, placeholder=' ...')}"
+        return type(error).__name__
     return "runs"
 
 
-# The printed ZeRO-1 and ZeRO-3, as far as their properties go.
+# ZeRO-1.
 
 
-def shards_of(numel: int) -> list[int]:
-    """Elements of each of 4 ranks if `numel` are cut into slices of ceil(numel / 4), and nothing pads the last."""
+def update_the_last_shard(numel: int) -> None:
+    """The last of 4 ranks as printed: the parameters are padded before they are cut, and the gradients are not."""
     size = -(-numel // 4)
-    return [len(range(numel)[rank * size : (rank + 1) * size]) for rank in range(4)]
-
-
-def last_update(numel: int) -> None:
-    """The last rank's, as printed: the parameters are padded before they are cut, and the gradients are not."""
-    shard = torch.zeros(-(-numel // 4), requires_grad=True)
-    shard.grad = torch.ones(shards_of(numel)[-1])
+    shard = torch.zeros(size, requires_grad=True)
+    shard.grad = torch.ones(numel)[3 * size : 4 * size]
     torch.optim.Adam([shard]).step()
 
 
-def printed_zero1():
-    return [attempt(last_update, numel) for numel in (12, 10)]
+@claim((MULTIPLE_GPUS, "ZeRO-1: Optimizer State Partitioning"))
+def printed_zero1_trains() -> Outcome:
+    """The printed ZeRO-1 trains."""
+    even, uneven = attempt(update_the_last_shard, 12), attempt(update_the_last_shard, 10)
+    return depends_on(
+        "It trains if N divides the size of every parameter. It pads parameters but not gradients.",
+        met=even == "runs",
+        otherwise=uneven == "runs",
+        found=f"the last of 4 ranks, 12 elements: {even}; 10 elements: {uneven}",
+    )
+
+
+# ZeRO-3.
 
 
 class FreedByAssignment:
-    """ZeRO-3 that gathers a module's parameters in hooks, and frees them by pointing `.data` at the shard.
+    """ZeRO-3 on one of 8 ranks. Hooks gather a module's parameters, and free them by pointing `.data` at the shard.
 
-    Of 8 ranks; what an all-gather would write is made of this rank's shard.
+    The all-gather's result is made of this rank's shard.
     """
 
     def __init__(self, model: nn.Module):
@@ -74,14 +80,20 @@ class FreedByAssignment:
             param.data, _ = self.shards[param]
 
 
-def printed_zero3_frees():
-    """How many gathered parameters are alive after a forward that has freed them all, and how many there were."""
+@claim((MULTIPLE_GPUS, "ZeRO-3: Parameter Partitioning"))
+def printed_zero3_frees() -> Outcome:
+    """The printed ZeRO-3 frees the parameters it has gathered."""
     model = chain()
     engine = FreedByAssignment(model)
     output = model(batch_for(model)[0])  # keeps what autograd has saved
     alive = [storage for storage in engine.gathered if not storage.expired()]
     del output
-    return [len(alive), len(engine.gathered)]
+    return holds_if(
+        not alive,
+        f"of 8 linear layers, gathered and freed, {len(alive)} weights are alive after forward",
+        why="It frees by assigning `.data`, but autograd has saved a view of the gathered weight and keeps its memory. "
+        "Only the first layer's weight goes: its input needs no gradient. zero3.py resizes the storage.",
+    )
 
 
 def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
@@ -89,32 +101,47 @@ def backward_of_printed(model: nn.Module, inputs: torch.Tensor) -> None:
     model(inputs).sum().backward()
 
 
-def printed_zero3_trains():
+@claim((MULTIPLE_GPUS, "ZeRO-3: Parameter Partitioning"))
+def printed_zero3_trains() -> Outcome:
+    """The printed ZeRO-3 gets through forward and backward."""
     embedding = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    return [
-        attempt(backward_of_printed, chain(2), torch.ones(2, 64, requires_grad=True)),
-        attempt(backward_of_printed, chain(2), torch.ones(2, 64)),
-        attempt(backward_of_printed, embedding, torch.zeros(2, 3, dtype=torch.int64)),
-    ]
+    with_gradient = attempt(backward_of_printed, chain(2), torch.ones(2, 64, requires_grad=True))
+    plain = attempt(backward_of_printed, chain(2), torch.ones(2, 64))
+    tokens = attempt(backward_of_printed, embedding, torch.zeros(2, 3, dtype=torch.int64))
+    return depends_on(
+        "It does if the input of every module needs a gradient. Else the backward hook frees before the gradient is "
+        "accumulated: so it is with an embedding, and with a layer on the data itself.",
+        met=with_gradient == "runs",
+        otherwise=plain == tokens == "runs",
+        found=f"input with a gradient: {with_gradient}; plain input: {plain}; embedding: {tokens}",
+    )
 
 
 # FSDP's wrappers.
 
 
-def layers_sharded() -> nn.Module:
+def sharded_layers() -> nn.Module:
     model = chain()
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
 
-def train(name: str, ranks: int, model_of=chain) -> None:
-    with running(name, model_of, ranks) as engine:
+def train(name: str, make_model) -> None:
+    with running(name, make_model) as engine:
         forward(engine).backward()
 
 
-def both_wrappers():
-    """Alone each trains, together neither does: together on 1 rank and on 8, FSDP alone, fully_shard alone."""
-    together = [attempt(train, "fsdp1", ranks, layers_sharded) for ranks in (1, 8)]
-    alone = [attempt(train, name, 8) for name in ("fsdp1", "fsdp2")]
-    return [*together, *alone]
+@claim((WORDPRESS, "Enter PyTorch FSDP"))
+def fully_shard_works_inside_fsdp() -> Outcome:
+    """Its snippet puts fully_shard on the layers and FSDP (FullyShardedDataParallel) around the model."""
+    together = attempt(train, "fsdp1", sharded_layers)
+    fsdp1, fsdp2 = attempt(train, "fsdp1", chain), attempt(train, "fsdp2", chain)
+    return holds_if(
+        together == "runs",
+        f"together on 8 ranks: {together}; FSDP only: {fsdp1}; fully_shard only: {fsdp2}",
+        why="These are FSDP2 and FSDP1. Each trains without the other, and together they do not.",
+    )
+
+
+CLAIMS = [printed_zero1_trains, printed_zero3_frees, printed_zero3_trains, fully_shard_works_inside_fsdp]

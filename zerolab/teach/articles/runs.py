@@ -1,59 +1,84 @@
-"""What the claims run: engines on a process group that moves nothing, small models, and what was counted there."""
+"""Runs for the claims: engines on a process group that sends nothing, small models, and dry runs of large ones.
+
+Ψ is the number of parameters. Traffic is counted in elements, as in the ZeRO paper: "2Ψ" is short for 2Ψ (N-1)/N
+elements that one rank sends in a step. The factor in front of Ψ does not depend on N.
+"""
 
 import contextlib
 import functools
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zerolab.measure import memory
 from zerolab.measure.fake_ranks import all_reduce_bucket, fake_ranks
-from zerolab.measure.ledger import MemoryLedger, PartsLedger
-from zerolab.measure.sweeps import UNITS
+from zerolab.measure.held import buckets_of
+from zerolab.measure.ledger import GATHERED, MemoryLedger, PartsLedger
+from zerolab.measure.traffic import Collective
 from zerolab.measure.watched_step import watched_step
 from zerolab.run.engines import ENGINES, STAGES
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.run.recompute import checkpoint_blocks
 
-SGD = partial(torch.optim.SGD, lr=0.01)
-ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 GATHER, REDUCE, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+GB = 1e9
+
+
+# Models. The articles' models are replaced by small ones where the result does not depend on the size.
 
 
 class Chain(nn.Sequential):
     @property
     def blocks(self) -> list[nn.Module]:
-        """What the registry's engines make units of."""
+        """The modules that the registry's engines gather as a unit."""
         return list(self)
 
 
 def chain(layers: int = 8, width: int = 64) -> Chain:
-    """Equal square matrices and nothing else: for ZeRO-3 `layers` units, and a root that holds nothing."""
+    """Equal square matrices and nothing else: for ZeRO-3 `layers` units, and a root without parameters."""
     return Chain(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
 
 
+def chain_of_16() -> Chain:
+    return chain(16)
+
+
 def gpt(name: str = "toy", **shape) -> GPT:
-    """A GPT of a preset's shape, or with some of it changed."""
+    """A GPT of a preset's shape, or with a part of the shape changed."""
     return GPT(GPTConfig(**{**vars(preset(name)), **shape}))
 
 
-toy = partial(gpt, "toy")
-small_gpt = partial(gpt, "toy", layers=8, width=64)
+def small_gpt() -> GPT:
+    return gpt("toy", layers=8, width=64)
 
 
-def size_of(model_of: Callable) -> int:
-    """Bytes of the parameters of `model_of()`."""
-    return sum(param.nbytes for param in model_of().parameters())
+def recomputed_gpt() -> GPT:
+    model = small_gpt()
+    checkpoint_blocks(model, casts=False)
+    return model
+
+
+def whole_model(model: nn.Module) -> list[nn.Module]:
+    """The choice of units in which ZeRO-3 gathers all parameters at once."""
+    return [model]
+
+
+def size_of(make_model: Callable) -> int:
+    """Bytes of the parameters of `make_model()`."""
+    return sum(param.nbytes for param in make_model().parameters())
 
 
 @functools.cache
 def parameters_of(name: str) -> int:
-    """How many parameters a preset has."""
+    """The number of parameters of a preset."""
     return number_of_parameters(preset(name))
+
+
+# A training step of an engine, on one of several ranks. The other ranks do not exist.
 
 
 def batch_for(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,128 +101,155 @@ def forward(engine) -> torch.Tensor:
 
 
 def update(engine) -> None:
-    """The end of a training step: the optimizer's, and the gradients go."""
+    """The end of a training step: the optimizer steps, and the gradients are dropped."""
     engine.step()
     engine.zero_grad()
 
 
 @contextlib.contextmanager
-def running(name: str, model_of=chain, ranks=8, rank=0, replicas=1, units=None, make_optimizer=SGD, **options):
-    """The registry's engine over `model_of()`, as one of `ranks`, of which there is no other.
+def running(name: str, make_model=chain, ranks: int = 8, units=None, **options):
+    """The registry's engine over `make_model()` with AdamW, on rank 0 of `ranks`.
 
-    `units(model)` are the modules that ZeRO-3 gathers as one each. `options` are the engine's own, also those that no
-    command has.
+    `units(model)` returns the modules that ZeRO-3 gathers. `options` are the engine's.
     """
-    with fake_ranks(ranks, rank):
-        model = model_of()
+    with fake_ranks(ranks):
+        model = make_model()
         if units:
             options["units"] = units(model)
-        if replicas > 1:
-            shape, names = (replicas, ranks // replicas), ("replicas", "shards")
-            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        optimizer = make_optimizer(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         engine = ENGINES[name].build(model, optimizer, torch.device("cpu"), **options)
         if name == "ddp":
             engine.model.register_comm_hook(None, all_reduce_bucket)
         yield engine
 
 
-@functools.cache
-def step(name: str, model_of=chain, ranks=8, rank=0, micro_batches=1, no_sync=False, **options) -> dict[str, float]:
-    """Numbers of one training step of an engine over `model_of()`, the third; run once however many claims ask.
+@dataclass(frozen=True)
+class Step:
+    """The measurements of one training step on one rank."""
 
-    The bytes that the rank holds of each part when the optimizer steps, of all parts ("bytes"), and "of all ranks";
-    its "share of parameters" in float32, and of the other parts.
-    Of Ψ, the number of parameters: the bytes of all parts ("state"), at the "peak" and "over the state"; elements
-    "sent" in Ψ (N-1)/N, which does not depend on N; also by each kind of collective ("sent by all-gathers"). How many
-    "collectives", and of each kind ("all-gathers").
+    ranks: int
+    psi: int  # Ψ, the number of parameters
+    held: dict[str, int]  # bytes of "parameters", "gradients" and "optimizer" when the optimizer steps
+    peak: int  # the most bytes alive at once
+    collectives: list[Collective]
+
+    @property
+    def state(self) -> float:
+        """Bytes held, per parameter."""
+        return sum(self.held.values()) / self.psi
+
+    @property
+    def above_state(self) -> float:
+        """The peak above the held state, in bytes per parameter."""
+        return self.peak / self.psi - self.state
+
+    def count(self, kind: str) -> int:
+        return sum(one.kind == kind for one in self.collectives)
+
+    @property
+    def sent(self) -> float:
+        """Elements sent, in Ψ (N-1)/N."""
+        elements = sum(one.sent_elements for one in self.collectives)
+        return elements / (self.psi * (self.ranks - 1) / self.ranks)
+
+
+@functools.cache
+def step(name: str, make_model=chain, ranks: int = 8, micro_batches: int = 1, no_sync=False, **options) -> Step:
+    """The third training step of an engine: the first makes the optimizer's state, the second DDP's buckets.
+
+    With `no_sync` all micro-batches except the last run under the engine's no_sync().
     """
-    psi = sum(param.numel() for param in model_of().parameters())
-    options = {"make_optimizer": ADAMW, **options}
-    with MemoryLedger() as memory, running(name, model_of, ranks, rank, **options) as engine:
-        for _ in range(3):  # the first makes the optimizer's state, in the second DDP rearranges its buckets
-            with watched_step(engine, memory) as seen:
+    with MemoryLedger() as ledger, running(name, make_model, ranks, **options) as engine:
+        for _ in range(3):
+            with watched_step(engine, ledger) as seen:
                 for turn in range(micro_batches):
-                    quiet = no_sync and turn < micro_batches - 1
-                    syncs = engine if name in STAGES else engine.model
-                    with syncs.no_sync() if quiet else contextlib.nullcontext():
+                    if no_sync and turn < micro_batches - 1:
+                        with (engine if name in STAGES else engine.model).no_sync():
+                            forward(engine).backward()
+                    else:
                         forward(engine).backward()
                 update(engine)
-        engine = None  # before the group goes
-    held = sum(seen.held.values())
-    found = {**seen.held, "bytes": held, "state": held / psi, "peak": seen.peak / psi}
-    found |= {f"share of {part}": nbytes / (4 * psi) for part, nbytes in seen.held.items()}
-    found |= {"of all ranks": held * ranks, "over the state": (seen.peak - held) / psi}
-    found |= {"sent": 0, "collectives": len(seen.collectives)}
-    for kind in (GATHER, REDUCE, ALL_REDUCE):
-        elements = sum(one.whole_bytes / one.element_bytes for one in seen.collectives if one.kind == kind)
-        found[f"{kind}s"] = seen.count[kind]
-        found[f"sent by {kind}s"] = (2 if kind == ALL_REDUCE else 1) * elements / psi
-        found["sent"] += found[f"sent by {kind}s"]
-    return found
+        engine = None  # before the process group ends
+    psi = sum(param.numel() for param in make_model().parameters())
+    return Step(ranks, psi, seen.held, seen.peak, seen.collectives)
 
 
-def adapted_gpt() -> GPT:
-    """All frozen but the last matrix of each block's MLP, as fine-tuning freezes."""
-    model = small_gpt()
-    for name, param in model.named_parameters():
-        param.requires_grad = "down.weight" in name
-    return model
+@functools.cache
+def kept_for_backward(name: str, make_model=small_gpt, **options) -> int:
+    """Bytes that an engine's forward leaves for backward, without the parameters it has gathered."""
+    with MemoryLedger() as ledger, running(name, make_model, **options) as engine:
+        flats = [bucket.flat.untyped_storage() for bucket in buckets_of(engine)]
+        before = ledger.live - sum(flat.nbytes() for flat in flats)
+        loss = forward(engine)
+        after = ledger.live - sum(flat.nbytes() for flat in flats)
+        del loss
+    return after - before
 
 
-def recomputed_gpt() -> GPT:
-    model = small_gpt()
-    checkpoint_blocks(model, casts=False)
-    return model
-
-
-# What claims.toml calls them.
-MODELS = {"toy": toy, "small": small_gpt, "adapted": adapted_gpt, "recomputed": recomputed_gpt}
-MODELS |= {f"{layers} layers": partial(chain, layers) for layers in (4, 8, 16)}
-
-
-def of_a_step(engine: str, what: str, model: str = "8 layers", units: str = "", dtype: str = "", **options) -> float:
-    """What a claim asks of a training step; `options` are those of `step`."""
-    if dtype:
-        options["dtype"] = getattr(torch, dtype)
-    return step(engine, MODELS[model], units=UNITS.get(units), **options)[what]
-
-
-def worst_moment(model_of, of, **options) -> int:
-    """The most of what `of(moment)` counts, in bytes, that there is at once in a step of ZeRO-3."""
-    with running("zero3", model_of, **options) as engine, PartsLedger(engine) as ledger:
+def ledger_of_zero3(make_model, **options) -> PartsLedger:
+    """What is alive for what purpose, through two steps of ZeRO-3: `peak_moment()` is the worst moment."""
+    with running("zero3", make_model, **options) as engine, PartsLedger(engine) as ledger:
         for _ in range(2):  # the first makes the optimizer's state
             forward(engine).backward()
             update(engine)
-    return of(ledger.peak_moment(of))
+    return ledger
 
 
-@contextlib.contextmanager
-def in_bfloat16():
-    """Models built inside have bfloat16 parameters. (Fake tensors cannot be converted by `Module.to`.)"""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def gathered_bytes(moment) -> int:
+    return moment.parts[GATHERED]
+
+
+def most_gathered(make_model, **options) -> float:
+    """The largest share of the parameters that ZeRO-3 has gathered at once in a step."""
+    moment = ledger_of_zero3(make_model, **options).peak_moment(of=gathered_bytes)
+    return gathered_bytes(moment) / size_of(make_model)
+
+
+# Large models, without memory.
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, recompute=False, kernel=None, **shape):
-    """Bytes that a GPT keeps for backward when its forward is over: all that is alive but the model and its input.
+def dry_run(engine: str, *options: str) -> dict:
+    """A dry run of an engine on 8 ranks with the preset 7b: its row of `./launch.sh memory`."""
+    return memory.measure_alone(engine, memory.arguments(["--preset", "7b", "8", *options]))
 
-    On fake tensors, which have sizes and no memory. The logits, which the loss needs, are among them. `kernel` is
-    another attention than the fused one.
+
+def held_gb(engine: str, *options: str) -> list[float]:
+    """GB of parameters, gradients and optimizer state that one of 8 ranks holds of the preset 7b."""
+    held = dry_run(engine, *options)["held_bytes"]
+    return [held[part] / GB for part in ("parameters", "gradients", "optimizer")]
+
+
+@functools.cache
+def saved_bytes(name: str, batch: int, seq: int, recompute=False, keep_scores=False, **shape) -> int:
+    """Bytes that a GPT in bfloat16 keeps for backward after its forward, logits included: measured on fake tensors.
+
+    `keep_scores`: attention that is not fused, so it keeps its matrix of seq x seq scores.
     """
-    attention = sdpa_kernel(getattr(SDPBackend, kernel)) if kernel else contextlib.nullcontext()
-    with FakeTensorMode(), in_bfloat16(), attention, MemoryLedger() as memory:
-        model = gpt(name, **shape)
-        if recompute:
-            checkpoint_blocks(model, casts=False)
-        tokens = torch.zeros(batch, seq, dtype=torch.int64)
-        before = memory.live
-        logits = model(tokens)
-        saved = memory.live - before
-        del logits
+    attention = sdpa_kernel(SDPBackend.MATH) if keep_scores else contextlib.nullcontext()
+    before_bfloat16 = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # fake tensors cannot be converted by Module.to
+    try:
+        with FakeTensorMode(), attention, MemoryLedger() as ledger:
+            model = gpt(name, **shape)
+            if recompute:
+                checkpoint_blocks(model, casts=False)
+            tokens = torch.zeros(batch, seq, dtype=torch.int64)
+            before = ledger.live
+            logits = model(tokens)
+            saved = ledger.live - before
+            del logits
+    finally:
+        torch.set_default_dtype(before_bfloat16)
     return saved
+
+
+def activations(name: str, **shape) -> float:
+    """GB that a preset keeps for backward of the articles' 4 sequences of 2,048 tokens."""
+    return saved_bytes(name, 4, 2048, **shape) / GB
+
+
+def recomputed_activations(name: str, **shape) -> float:
+    """The same with every block recomputed: the inputs of all blocks, and the activations of one block."""
+    one_block = activations(name, **{**shape, "layers": 2}) - activations(name, **{**shape, "layers": 1})
+    return saved_bytes(name, 4, 2048, recompute=True, **shape) / GB + one_block
