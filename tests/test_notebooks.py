@@ -262,7 +262,7 @@ def test_the_projects_own_way_is_shown_when_the_reader_has_tried(capsys):
         raise NotImplementedError
 
     practice.TRIED.discard("cut")
-    for solution, begins in ((blank, "The project's own"), (by_hand.cut, "# zerolab")):
+    for solution, begins in ((blank, "Run the check"), (by_hand.cut, "# zerolab")):
         assert practice.check("cut", solution) is (solution is by_hand.cut)
         capsys.readouterr()
         notebook.solution("cut", by_hand.cut)

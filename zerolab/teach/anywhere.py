@@ -1,4 +1,4 @@
-"""What a notebook checks before all else, wherever it was opened. Its first cell finds the project, or clones it."""
+"""The check at the start of each notebook. Its first cell finds the project, or clones it."""
 
 import os
 
@@ -6,14 +6,14 @@ NEEDED = (2, 11)  # torch
 
 
 def ready(device: str | None = None) -> str:
-    """The device for the runs of a notebook, "cpu" or the accelerator, "cuda" for example; prints what there is.
+    """The device for the runs of a notebook: "cpu", or the accelerator, "cuda" for example. Prints what was found.
 
-    `device` is the reader's choice; without one ZERO_NOTEBOOK_DEVICE, and without that "cpu", which works everywhere.
-    Raises RuntimeError with one sentence for a torch that is too old, and for what is not there.
+    The default is ZERO_NOTEBOOK_DEVICE, or "cpu", which works everywhere. Raises RuntimeError for a torch that is too
+    old, and for a package or a device that does not exist here.
     """
     device = device or os.environ.get("ZERO_NOTEBOOK_DEVICE", "cpu")
     if os.name == "nt":
-        raise RuntimeError("the runs of the notebooks are started by bash: open them in WSL, not in Windows itself")
+        raise RuntimeError("the notebooks start bash: open them in WSL, not in Windows itself")
     try:
         import matplotlib  # noqa: F401
         import torch

@@ -1,8 +1,8 @@
-"""Shards and collectives by hand, on lists in one process: what notebooks 1 and 2 ask for, and a claim counts with."""
+"""Shards and collectives by hand, on lists in one process: the solutions of notebooks 1 and 2, also used by a claim."""
 
 
 def cut(values: list[float], ranks: int) -> list[list[float]]:
-    """Equal shards of `values`, one for each rank; what is missing at the end is filled up with zeros, the padding."""
+    """Equal shards of `values`, one for each rank. The last one is padded with zeros."""
     size = -(-len(values) // ranks)  # rounded up
     padded = values + [0.0] * (size * ranks - len(values))
     return [padded[rank * size : (rank + 1) * size] for rank in range(ranks)]
@@ -19,17 +19,18 @@ def reduce_round(buffers: list[list], turn: int) -> None:
 
 
 def gather_round(buffers: list[list], turn: int) -> None:
-    """One round of the ring's all-gather, in place: every rank passes on what came in the round before."""
+    """One round of the ring's all-gather, in place: every rank passes on what it received in the last round."""
     ranks = len(buffers)
     for rank in range(ranks):
         shard = (rank - turn) % ranks  # at first its own
         buffers[(rank + 1) % ranks][shard] = buffers[rank][shard]
 
 
-def ring(buffers: list[list], one_round, tell=lambda turn, buffers: None) -> int:
-    """All rounds, in place. `tell` is called after each. Returns how many numbers each rank has sent."""
+def ring(buffers: list[list], one_round, after_round=None) -> int:
+    """All rounds, in place. Calls `after_round(turn, buffers)`. Returns how many numbers each rank has sent."""
     rounds = len(buffers) - 1
     for turn in range(rounds):
         one_round(buffers, turn)
-        tell(turn, buffers)
+        if after_round is not None:
+            after_round(turn, buffers)
     return rounds

@@ -96,7 +96,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16 over float32 weights"}
 
 
 def conditions(report: dict, file: str) -> str:
-    """How a report was measured, in one sentence."""
+    """How a report was measured."""
     return (
         f"Preset `{report['preset']}`, {report['parameters']:,} parameters, {DTYPES[report['dtype']]}, AdamW, "
         f"{report['world_size']} ranks over {report['backend']},\n{report['hardware']}, "
@@ -133,7 +133,7 @@ def launches() -> str:
 
 
 def memory_peaks() -> str:
-    """What each engine holds and its peak in a dry run, and the smallest GPU that has room for it."""
+    """Each engine's held bytes and peak in a dry run, and the smallest GPU that has room for it."""
     rows = []
     for name, row in result(MEMORY)["engines"].items():
         label = f"`{name}` (stand-in)" if row.get("stand_in") else f"`{name}`"
@@ -299,7 +299,7 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
 
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 1 if --check finds a stale page; an error ends it with 2."""
+    """Returns the exit status: 0, 1 if --check finds a stale page, or 2 after an error."""
     options = commands.docs(argv)
     for file in options.source or ():
         os.stat(file)  # an error that names it, if there is none

@@ -1,4 +1,4 @@
-"""What the notebooks share: the project's commands, run as a reader would type them, and text that fits a screen."""
+"""Helpers for the notebooks: run the project's commands as a reader would type them, and print text and tables."""
 
 import inspect
 import json
@@ -19,22 +19,21 @@ from zerolab.run import ranks
 from zerolab.run.ranks import ROOT
 from zerolab.teach import practice
 
-COLUMNS = 99  # the widest line that a notebook shows without scrolling
+COLUMNS = 99  # the longest line that a notebook shows without scrolling
 _FOLDER = tempfile.TemporaryDirectory(prefix="zero-notebook-")
-DOTS = 5  # seconds from one sign of life of a quiet command to the next
+DOTS = 5  # seconds between the dots of a command that is running
 
 
 def scratch() -> Path:
-    """The folder for what the commands of a notebook write; it goes with the kernel."""
+    """The folder for files that the commands of a notebook write. It is deleted when the kernel ends."""
     return Path(_FOLDER.name)
 
 
 def run(line: str) -> str:
     """Run `line` in the project's folder with this kernel's Python; returns what it printed.
 
-    `line` is what a reader would type: ./launch.sh or torchrun with options, no shell syntax. Printed are the line, a
-    dot for what the command says, at most one in `DOTS` seconds, and how long it took. Raises RuntimeError with the end
-    of what was printed.
+    `line` is ./launch.sh or torchrun with options, without shell syntax. Prints the line, a dot every `DOTS` seconds if
+    the command prints something, and how long it took. If it fails, raises RuntimeError with the end of its output.
     """
     words = shlex.split(line)
     if words[0] == "torchrun":
@@ -45,7 +44,7 @@ def run(line: str) -> str:
     say(f"$  {line}")
     printed, began, dots = [], time.monotonic(), 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        # It ends also when the reader interrupts the kernel.
+        # The command also ends if the reader interrupts the kernel.
         with ranks.started(words, cwd=ROOT, env=environment, stderr=errors, **streams) as process:
             for text in process.stdout:
                 printed.append(text)
@@ -62,26 +61,26 @@ def run(line: str) -> str:
 
 
 def memory(arguments: str) -> dict:
-    """The dry run in this process: `./launch.sh memory` with these arguments; its JSON."""
+    """The JSON of `./launch.sh memory` with these arguments, run in this process."""
     options = memory_command.arguments(shlex.split(arguments))
     say(f"the same as: ./launch.sh memory {arguments}")
     return memory_command.measure_all(options)
 
 
 def say(text: str, columns: int = COLUMNS) -> None:
-    """Print `text` in lines that a notebook shows without scrolling."""
+    """Print `text` with long lines wrapped."""
     print(tables.wrapped(text, columns), flush=True)
 
 
 def table(columns: list[str], rows: list[list]) -> None:
-    """Print a table, the first column to the left and the others to the right."""
+    """Print a table with the first column left-aligned and the others right-aligned."""
     print("\n".join(tables.text([columns, *([str(cell) for cell in row] for row in rows)], rule=False)))
 
 
 def solution(task: str, *things) -> None:
-    """Print the code of the project's own way of a practice task, once the reader has tried the task."""
+    """Print the project's solution of a practice task, after the reader has tried it."""
     if task not in practice.TRIED:
-        print("The project's own code stands here when you have tried yours: run the check, then this cell.")
+        print("Run the check of your code first, then this cell: it prints the project's own code.")
         return
     for thing in things:
         print(f"# {Path(inspect.getsourcefile(thing)).relative_to(ROOT)}, line {inspect.getsourcelines(thing)[1]}")
@@ -89,9 +88,9 @@ def solution(task: str, *things) -> None:
 
 
 def part(text: str, first: str, last: str) -> str:
-    """The lines of `text` from the one that begins with `first` to before the one that begins with `last`.
+    """The lines of `text` from the one that begins with `first` up to, not including, the one that begins with `last`.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there are none.
     """
     found = re.search(rf"^{re.escape(first)}.*?(?=\n{re.escape(last)})", text, re.MULTILINE | re.DOTALL)
     if found is None:
@@ -100,7 +99,7 @@ def part(text: str, first: str, last: str) -> str:
 
 
 def events(trace: dict) -> Counter:
-    """How often rank 0 starts what in the step of a trace: {(step, "all-gather", unit or bucket): times}."""
+    """How often rank 0 issues each collective in a trace: {(step, "all-gather", unit or bucket): times}."""
     spans = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] == 0]
     steps = [one for one in spans if one["cat"] == STEPS]
     found = Counter()
@@ -111,9 +110,9 @@ def events(trace: dict) -> Counter:
     return found
 
 
-def sent(said: str) -> float:
-    """What a rank has sent in a told step, in elements: Ψ (N-1)/N times this."""
-    return float(re.search(r"([\d.]+) Ψ x", said)[1])
+def sent(printed: str) -> float:
+    """The traffic of a rank in a printed step, as a multiple of Ψ (N-1)/N elements."""
+    return float(re.search(r"([\d.]+) Ψ x", printed)[1])
 
 
 def read(path: Path) -> dict:

@@ -3,21 +3,21 @@
 from zerolab.measure.figures import COLOURS, INK, PAPER, new
 
 
-def curves(x, lines: dict[str, tuple], **said):
-    """The axes of a new picture with these lines: {name: (numbers, how they are drawn, colour)}."""
+def curves(x, lines: dict[str, tuple], **more):
+    """The axes of a new picture with these lines: {name: (numbers, format, colour)}. `more` goes to `axes.set`."""
     _, axes = new(1, height=3.6)
     for place, (name, (numbers, style, colour)) in enumerate(lines.items()):
-        axes.plot(x, numbers, style, color=colour, linewidth=max(4 - place, 1.5), label=name)  # what lies below is seen
+        axes.plot(x, numbers, style, color=colour, linewidth=max(4 - place, 1.5), label=name)  # all stay visible
     axes.grid()
     axes.legend(loc="upper left")
-    axes.set(**said)
+    axes.set(**more)
     return axes
 
 
 def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
-    """What one rank sends, in buffers, against the number of ranks: counted in the ring, and everyone to everyone."""
+    """Buffers that one rank sends against the number of ranks: in a ring, and from each rank to each other rank."""
     lines = {
-        "all-reduce, everyone to everyone": ([ranks - 1 for ranks in numbers], "o:", INK),
+        "all-reduce, each rank to each other": ([ranks - 1 for ranks in numbers], "o:", INK),
         "all-reduce, ring": (all_reduce, "s-", INK),
         "reduce-scatter or all-gather, ring": (halves, "^-", COLOURS["reduce"]),
     }
@@ -30,7 +30,7 @@ def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
 
 
 def layout(bucket, ranks: int):
-    """A bucket (zero1.Bucket): its parameters laid end to end, the padding, and where it is cut."""
+    """A bucket (zero1.Bucket): its parameters end to end, the padding, and the shards."""
     figure, axes = new(1, height=1.9)
     axes.broken_barh([(0, bucket.numel)], (0, 1), facecolor="none", edgecolor=INK, hatch="///", linewidth=0.5)
     for name, start, parameter in zip(bucket.names, bucket.offsets, bucket.params):
@@ -61,7 +61,7 @@ def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held
 
 
 def freed(alive: dict[str, list[float]]):
-    """MiB alive after each layer's forward, for each way to free: {way: a number per layer}."""
+    """Live MiB after each layer's forward, for each way to free: {way: a number per layer}."""
     colours = INK, COLOURS["waiting"], COLOURS["parameters"]
     lines = {}
     for (way, live), style, colour in zip(alive.items(), ("o-", "s--", "D-"), colours):
@@ -75,7 +75,7 @@ def freed(alive: dict[str, list[float]]):
 
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
-    """When a gather hides: ms that a block computes, against a rank's tokens, and ms of its gather, {label: ms}."""
+    """When a gather hides: ms of a block's computation against the tokens of a rank, and ms of its gathers."""
     lines = {"the block computes": (compute_ms, "-", COLOURS["backward"])}
     for (label, milliseconds), style in zip(gathers.items(), ("-", "--", "-.", ":")):
         lines[label] = [milliseconds] * len(tokens), style, COLOURS["gather"]

@@ -1,4 +1,4 @@
-"""The page of a recorded step, in a notebook: docs/watch.html, or one that `./launch.sh watch` has written."""
+"""Shows the page of a recorded step in a notebook: docs/watch.html, or one that `./launch.sh watch` has written."""
 
 import html
 import re
@@ -26,5 +26,5 @@ def show(page: Path | str = READY, run: str = "", event: int = 1, beside: str = 
     opens = f'<body data-run="{html.escape(run)}" data-event="{event}" data-beside="{html.escape(beside)}">'
     text, bodies = re.subn(r"<body data-run=[^>]*>", lambda _: opens, Path(page).read_text(encoding="utf-8"), count=1)
     if not bodies:
-        raise ValueError(f"{str(page)!r} has no recordings: ./launch.sh watch writes them")
+        raise ValueError(f"{str(page)!r} has no recordings: use a page that ./launch.sh watch has written")
     return Frame(text, HEIGHT_OF_TWO if beside else HEIGHT)
