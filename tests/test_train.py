@@ -9,6 +9,7 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import forked
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 import train_disturbed
 
-from zerolab.run import journal, ranks, train
-from zerolab.run.data import load_text
+from zerolab.run import folder_lock, journal, ranks, train
+from zerolab.run.data import Batches, load_text, split
+from zerolab.run.model import GPT, GPTConfig, next_token_loss, sample
 from zerolab.run.process_group import Rank
 
 STEPS = 40
@@ -85,13 +87,13 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, ran
     for line, other in zip(steps, expected, strict=True):
         assert line | {"time": 0, "tokens_per_s": 0} == other | {"time": 0, "tokens_per_s": 0}
     assert (first.returncode, second.returncode) == (128 + signal.SIGTERM, 0), first.stderr + second.stderr
-    assert "left because it was asked to, after step" in first.stdout and "The same line goes on" in first.stdout
+    assert "Stopped on request after step" in first.stdout and "Run the same command to continue" in first.stdout
     assert first.stderr.endswith("\nstopped by SIGTERM\n"), first.stderr
     # Where each thread of a rank that hangs stands, and of one that waits for it.
     assert "Timeout" in first.stderr and "in hang" in first.stderr and "in wait" in first.stderr, first.stderr
-    assert "not taken: rank" in second.stdout and str(damaged) in second.stdout, second.stdout
-    assert "going on after step" in second.stdout and "in hang_and_write" in second.stderr, second.stderr
-    assert f"done, after step {STEPS} of {STEPS}" in second.stdout
+    assert "not loaded: rank" in second.stdout and str(damaged) in second.stdout, second.stdout
+    assert "continuing after step" in second.stdout and "in hang_and_write" in second.stderr, second.stderr
+    assert f"Done after step {STEPS} of {STEPS}" in second.stdout and "the model writes" in second.stdout
 
 
 def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(ranks, tmp_path):
@@ -111,16 +113,19 @@ def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(r
         ranks(3).run(in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")
 
 
-def test_a_folder_in_use_and_one_of_another_model_are_refused(tmp_path, monkeypatch):
+def test_a_folder_in_use_a_full_one_and_one_of_another_model_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ZERO_PREFLIGHT", "2")
     monkeypatch.setattr(train, "LEAVING", 0.1)
     line = ["zero3", "--preset", "toy", "--folder", str(tmp_path / "one")]
-    held = journal.lock(tmp_path / "one", seconds=0)
+    held = folder_lock.lock(tmp_path / "one", seconds=0)
     with pytest.raises(ValueError, match="one' is in use by a run: stop it first"):
         train.arguments(line)
     held.release()
     assert train.arguments(line).steps == 200
-    journal.Journal(tmp_path / "one", 0).write(step=1, preset="tiny")
+    full = mock.patch("shutil.disk_usage", lambda folder: SimpleNamespace(free=300_000))
+    with full, pytest.raises(ValueError, match="one': a checkpoint needs 0.4 MB, and 0.3 MB are free. Make room"):
+        train.arguments(line)
+    journal.Journal(tmp_path / "one", 0).write(1, {}, preset="tiny")
     with pytest.raises(ValueError, match="one' has a run of --preset tiny: take another"):
         train.arguments(line)
 
@@ -128,24 +133,62 @@ def test_a_folder_in_use_and_one_of_another_model_are_refused(tmp_path, monkeypa
 def test_the_journal_has_every_step_once(tmp_path):
     first = journal.Journal(tmp_path, 0)
     for step in (1, 2, 3):
-        first.write(step=step, loss=float(step))
+        first.write(step, {"loss": float(step)})
     with open(tmp_path / journal.NAME, "a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
-    journal.Journal(tmp_path, 2).write(step=3, loss=3.5)
+    journal.Journal(tmp_path, 2).write(3, {"loss": 3.5})
     assert [(line["step"], line["loss"]) for line in journal.read(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.5)]
 
 
 @pytest.mark.parametrize("size", (1, 2, 5))
 def test_all_ranks_together_have_the_whole_batch(size):
-    text, parts = load_text(None, 32), []
-    for rank in range(size):
-        training = object.__new__(train.Training)
-        training.me, training.step = Rank(rank, size, torch.device("cpu"), "gloo", ""), 3
-        training.batches = train.Batches(text, 16, 32, 0)
-        parts.append(training.batch())
+    batches = Batches(load_text(None, 32), 16, 32, 0)
+    parts = [batches.part(3, rank, size) for rank in range(size)]
     inputs, targets = map(torch.cat, zip(*parts))
     assert min(len(part) for part, _ in parts) > 0 and torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(inputs, training.batches(3, 0)[0]) and len(inputs) == 16
+    assert torch.equal(inputs, batches(3, 0)[0]) and len(inputs) == 16
+
+
+def test_the_evaluated_text_is_not_trained_on():
+    text = torch.arange(300) % 256
+    trained, evaluated = split(text, 20)
+    assert torch.equal(torch.cat([trained, evaluated]), text) and len(evaluated) == 30
+    assert [len(part) for part in split(text[:42], 20)] == [21, 21]
+    with pytest.raises(ValueError, match="41 bytes, and a training run needs 42 bytes"):
+        split(text[:41], 20)
+
+
+def test_a_sample_continues_what_the_model_has_learnt():
+    config = GPTConfig(layers=1, width=32, heads=2, seq=8)
+    model, batches = GPT(config), Batches(torch.tensor(list(b"abcd" * 20)), 8, 8, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(150):
+        inputs, targets = batches(step, 0)
+        next_token_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sample(model, b"abcdabcdab", 10, config, 0, torch.device("cpu")) == b"cdabcdabcd"
+
+
+def test_numbers_go_to_tensorboard_without_the_steps_that_are_repeated(tmp_path):
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, last in ((1, 4), (3, 5)):  # a crash after step 4, and a restart from the checkpoint of step 2
+        written = journal.Journal(tmp_path, first - 1, tmp_path / "board")
+        for step in range(first, last + 1):
+            written.write(step, {"loss": step / first}, preset="toy")
+        written._writer.close()
+    board = loading.EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert [(each.step, each.value) for each in board.Scalars("loss")] == [
+        (1, 1), (2, 2), (3, 1), (4, pytest.approx(4 / 3)), (5, pytest.approx(5 / 3))
+    ]  # fmt: skip
+
+
+def test_tensorboard_that_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train.arguments(["zero1", "--tensorboard", "board"])
+    assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_the_learning_rate_warms_up_and_falls():

@@ -41,7 +41,7 @@ class Disturbed(train.Training):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.me.rank == 1 and comes("hang", self.step):
             time.sleep(1)  # so the other rank is the first to say where it waits
-            self.progress()
+            self.makes_progress()
             hang()
         if self.me.rank == 1 and comes("stop", self.step):
             os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes

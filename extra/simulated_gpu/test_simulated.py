@@ -66,7 +66,7 @@ def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
         [process for process in started if "RANK" in process.environ()][-1].kill()
         said = run.stdout.read()
     assert run.returncode == 0, said
-    assert "going on after step" in said, "nobody noticed that a rank was killed"
+    assert "continuing after step" in said, "nobody noticed that a rank was killed"
     launch(*options, 202)
     assert [line["step"] for line in journal.read(folder)] == list(range(1, 203))
 

@@ -6,6 +6,7 @@ are answered at once, before torch is imported.
 """
 
 import argparse
+import importlib.util
 import math
 import os
 import re
@@ -283,11 +284,14 @@ def train(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--save-every", type=positive_int, default=50, help="steps from checkpoint to checkpoint (default 50)"
     )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rates for TensorBoard")
     add_training(parser)
     add_hardware(parser)
     options = parser.parse_args(argv)
     if options.folder is None:
         options.folder = Path(f"runs/{options.stage}-{options.preset}")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
     return options
 
 

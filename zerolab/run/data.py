@@ -29,6 +29,15 @@ def load_text(path: str | None, seq: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def split(text: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the text to train on, the last tenth to evaluate on), both long enough for a sequence. Raises ValueError."""
+    held_out = max(len(text) // 10, seq + 1)
+    if len(text) - held_out <= seq:
+        need = f"{2 * (seq + 1)} bytes, to train and to evaluate on sequences of {seq}"
+        raise ValueError(f"the text has {len(text)} bytes, and a training run needs {need}: take a longer --data")
+    return text[:-held_out], text[-held_out:]
+
+
 def while_all_have(batches, group=None):
     """Yield this rank's `batches` as long as every rank of `group` has another one.
 
@@ -63,6 +72,12 @@ class Batches:
         starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator)
         rows = torch.stack([self.text[start : start + self.seq + 1] for start in starts.tolist()]).long()
         return rows[:, :-1].to(self.device), rows[:, 1:].to(self.device)
+
+    def part(self, step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rank `rank`'s part of one batch that all ranks share."""
+        inputs, targets = self(step, 0)
+        begin, end = (len(inputs) * each // world_size for each in (rank, rank + 1))
+        return inputs[begin:end], targets[begin:end]
 
     def whole(self, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' batches of this step as one of (world_size * batch, seq)."""

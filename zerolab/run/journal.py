@@ -1,7 +1,7 @@
-"""A training run's folder: `losses.jsonl`, which has a line of JSON per step, in order, every step once; and its lock.
+"""A training run's journal: `losses.jsonl`, with one line of JSON per step.
 
-A restart goes on after the checkpoint's step and makes the steps after it again. So it first cuts their lines off. And
-no line is lost, as a step's line is on disk before a checkpoint has the step.
+A restart continues after the checkpoint's step and repeats the steps after it, so it first cuts off their lines. A
+step's line is on disk before a checkpoint has the step. So every step has exactly one line.
 """
 
 import contextlib
@@ -10,51 +10,40 @@ import os
 import time
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 NAME = "losses.jsonl"
 
 
 class Journal:
-    """The file in `folder`, cut off after `step` and open for more lines. Rank 0 alone has one."""
+    """The file in `folder`, cut off after `step` and open for more lines. Only rank 0 has one.
 
-    def __init__(self, folder: Path, step: int):
-        path = folder / NAME
-        kept = path.with_suffix(".kept")
-        with open(kept, "w") as file:
-            for line in read(folder):
-                if line["step"] <= step:
-                    file.write(json.dumps(line) + "\n")
-        kept.rename(path)  # all of it or nothing
-        self._file = open(path, "a")  # noqa: SIM115  until the process ends
+    With `tensorboard`, a folder, the numbers go there as well.
+    """
 
-    def write(self, **values) -> None:
+    def __init__(self, folder: Path, step: int, tensorboard: Path | None = None):
+        lines = [json.dumps(line) + "\n" for line in read(folder) if line["step"] <= step]
+        kept = folder / f"{NAME}.kept"
+        kept.write_text("".join(lines))
+        kept.rename(folder / NAME)  # all of it or nothing
+        self._file = open(folder / NAME, "a")  # noqa: SIM115  until the process ends
+        self._writer = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # a package that need not be installed
+
+            self._writer = SummaryWriter(tensorboard, purge_step=step + 1)  # hides the steps that are repeated
+
+    def write(self, step: int, numbers: dict[str, float], **more) -> None:
         """One line, with the time. When this returns, it survives this process and the machine."""
-        values["time"] = time.time()
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json.dumps({"step": step, **numbers, **more, "time": time.time()}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+        for name, value in numbers.items() if self._writer else ():
+            self._writer.add_scalar(name, value, step)
 
 
 def read(folder: Path) -> list[dict]:
-    """The lines of a folder's journal, if it is there. One that was not written to its end is left out."""
-    path = folder / NAME
-    lines = []
+    """The lines of a folder's journal, if there is one, without a line that was not written to its end."""
+    path, lines = folder / NAME, []
     for text in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
     return lines
-
-
-def lock(folder: Path, seconds: float) -> FileLock:
-    """Hold `folder` as long as the returned lock is kept. Raises ValueError if a run uses it, after so many seconds.
-
-    It is the system's lock, on the file `.lock`: gone with the process that holds it, however that ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    held = FileLock(folder / ".lock")
-    try:
-        held.acquire(timeout=seconds)
-    except Timeout:
-        raise ValueError(f"--folder {str(folder)!r} is in use by a run: stop it first, or take another") from None
-    return held

@@ -129,6 +129,21 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@torch.no_grad()
+def sample(forward, prompt: bytes, length: int, config: GPTConfig, seed: int, device: torch.device) -> bytes:
+    """The bytes that a GPT writes after `prompt`, drawn with `seed`. `forward` is the model, or an engine around it.
+
+    All ranks of a sharded engine call it with the same arguments.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        context = torch.tensor([tokens[-config.seq :]], device=device)
+        logits = forward(context)[0, -1, :256].float().cpu()  # a larger vocabulary than bytes has is not trained
+        tokens.append(torch.multinomial(logits.softmax(0), 1, generator=generator).item())
+    return bytes(tokens[len(prompt) :])
+
+
 def preset(name: str) -> GPTConfig:
     """The named shape. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
