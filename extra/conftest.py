@@ -9,6 +9,6 @@ from conftest import on_gpus, quick_python, ranks, without_gpus  # noqa: F401  p
 
 
 def pytest_addoption(pluginmanager):
-    """The hooks of tests/conftest.py hold here too. pytest has them already where it runs tests of both folders."""
+    """Register tests/conftest.py here too, unless pytest runs tests of both folders and has it already."""
     if not pluginmanager.has_plugin(conftest.__file__):
         pluginmanager.register(conftest, conftest.__file__)

@@ -1,4 +1,4 @@
-"""`./launch.sh plan`: the command. It predicts; nothing that it prints was measured."""
+"""`./launch.sh plan`: the command. It prints predictions. None of them was measured."""
 
 import time
 from dataclasses import asdict, replace
@@ -33,7 +33,7 @@ def plan(options) -> dict:
 
 
 def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str]:
-    """What would be chosen with twice the bandwidth, and with half the ranks, in words."""
+    """Sentences with the recommendation for twice the bandwidth, and for half the ranks."""
     if options.ranks == 1:
         return []
     if options.ranks > options.ranks_per_node:
@@ -45,7 +45,7 @@ def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str
     doubled = words.choose([predict(setup_of(options, engine), twice) for engine in engines])
     said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
     half, per_node = options.ranks // 2, options.ranks_per_node
-    # One engine alone has nobody to lose against, and is not recorded twice; and half of them may be no whole nodes.
+    # A single engine has no competitor, so it is not recorded twice. And half of the ranks may not be whole nodes.
     if not alone and (half <= per_node or half % per_node == 0):
         fewer = [predict(setup_of(options, engine, ranks=half), cluster)
                  for engine in with_progress(different(options.engines, half, per_node), "half the ranks")]  # fmt: skip

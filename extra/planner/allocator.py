@@ -17,7 +17,7 @@ MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # ... below this out of one of 20 M
 
 
 class Allocator:
-    """`allocate` and `free` as the host calls them; `reserved` is what the driver has given, in bytes."""
+    """The host calls `allocate` and `free`. `reserved` is the number of bytes from the driver."""
 
     def __init__(self):
         self.reserved = 0
@@ -42,7 +42,7 @@ class Allocator:
         self._lent[stream, nbytes].append((length, address))
 
     def free(self, stream: str, nbytes: int) -> None:
-        """Of equal blocks the youngest, as activations go; the neighbours that are free as well become one with it."""
+        """Free the youngest of equal blocks, as activations are freed. Merge it with free neighbours."""
         pool = stream, _up(nbytes, UNIT) <= SMALL
         if not self._lent[stream, nbytes]:  # it was there before the events began
             self._give(pool, _up(nbytes, UNIT), self._top)
@@ -77,7 +77,7 @@ def _up(nbytes: int, unit: int) -> int:
 
 
 def reserved_bytes(recording: Recording) -> int:
-    """What is reserved when the recorded step has been made twice: gaps of the first serve the second."""
+    """The bytes reserved after two runs of the recorded step. The second run uses gaps that the first left."""
     allocator = Allocator()
     for event in recording.events * 2:
         if type(event) is Memory:

@@ -11,9 +11,9 @@ COMPUTE = "compute"  # the stream in which forward, backward and the optimizer r
 
 
 class Operation(NamedTuple):
-    """A kernel: floating-point operations, bytes it reads and writes in the GPU's memory, dtype, step's label.
+    """A kernel: its floating-point operations, bytes read and written in the GPU's memory, dtype, and step label.
 
-    `attends`: of attention, how large a head is, and how many keys a query looks at.
+    `attends`: for attention, the size of a head, and the number of keys per query.
     """
 
     stream: str
@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Starts when its stream has come here and the collectives before it are over. `nbytes`: of the whole buffer.
+    """Starts when its stream has reached it and earlier collectives have ended. `nbytes`: of the whole buffer.
 
     `ranks` take part, every `stride`-th of the cluster's: (8, 1) are eight neighbours.
     """
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The stream goes on when the oldest collective of this kind and group that nobody has waited for is over."""
+    """The stream continues after the oldest collective of this kind and group that was not waited for yet."""
 
     stream: str
     kind: str
@@ -55,14 +55,14 @@ class Mark(NamedTuple):
 
 
 class Await(NamedTuple):
-    """The stream goes on when the event `back` marks ago (1: the last one) has come."""
+    """The stream continues after the event `back` marks ago (1: the last one)."""
 
     stream: str
     back: int
 
 
 class Memory(NamedTuple):
-    """The host allocates (or, below zero, frees) so many bytes. An allocator keeps the streams' memory apart."""
+    """The host allocates bytes, or frees them if negative. The allocator keeps the streams' memory separate."""
 
     stream: str
     nbytes: int

@@ -1,6 +1,6 @@
-"""GPUs and networks as a replay sees them: how long an operation and a collective take, and what is assumed.
+"""The GPUs and networks of a replay: how long an operation and a collective take, and the assumptions.
 
-GPU peaks are the makers'. The bus bandwidths are measured with NCCL's own tests, by others; see `README.md`.
+The makers publish the GPU peaks. The bus bandwidths were measured by others with NCCL's own tests: see `README.md`.
 """
 
 import math
@@ -39,7 +39,7 @@ class GPU:
 
 
 # Flash attention, version 2, TFLOP/s of an H100 SXM5 by tokens of a sequence (paper of version 3, figures 5 and 6); of
-# causal attention half the FLOPs are counted. The paper has no causal backward: what causal costs forward is taken.
+# causal attention half the FLOPs are counted. The paper has no causal backward: the cost of causal forward is used.
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 FLASH = {  # (size of a head, causal forward, forward, backward)
     64: ((180, 229, 262, 284, 295, 299), (282, 306, 318, 321, 322, 324), (198, 238, 264, 279, 287, 291)),
@@ -48,7 +48,7 @@ FLASH = {  # (size of a head, causal forward, forward, backward)
 
 
 def flash(size: int, tokens: int, backward: bool) -> float:
-    """Flash attention's rate as a share of the best that it reaches: for these heads, causal, at this length."""
+    """Flash attention's rate, as a share of its best rate, for these heads, causal or not, at this length."""
     rates = []
     for forward, plain, back in FLASH.values():
         causal = _between(tokens, TOKENS, forward)
@@ -57,7 +57,7 @@ def flash(size: int, tokens: int, backward: bool) -> float:
 
 
 def _between(x: float, xs, ys) -> float:
-    """On the line between the two neighbours, both axes logarithmic; outside, the nearest that is known."""
+    """Linear interpolation between the two neighbours on logarithmic axes; outside, the nearest known value."""
     x = min(max(x, xs[0]), xs[-1])
     place = next(i for i in range(1, len(xs)) if x <= xs[i])
     (x0, y0), (x1, y1) = ((math.log(xs[i]), math.log(ys[i])) for i in (place - 1, place))
@@ -95,8 +95,8 @@ class Network:
     crowding: tuple[float, float] = (0.0, 0.0)
 
 
-# For nodes with 400 GB/s of network. InfiniBand and EFA are fitted (`./launch.sh plan --validate` says on what); no
-# measurement stands for RoCE, which is taken to be half as late again as InfiniBand.
+# For nodes with 400 GB/s of network. InfiniBand and EFA are fitted (`./launch.sh plan --validate` prints the rows).
+# There is no measurement for RoCE. Its latency is assumed to be 1.5 times InfiniBand's.
 NETWORKS = {
     "infiniband": Network(12e-6, 350),
     "roce": Network(18e-6, 350),
@@ -104,7 +104,7 @@ NETWORKS = {
 }
 TREE = 0.92  # of a ring's bandwidth: NCCL's own estimate for its trees
 
-# NCCL's bus bandwidth as others measured it: bytes that leave each rank per second, (N-1)/N of an all-gather's buffer,
+# NCCL's bus bandwidth, measured by others: bytes that leave each rank per second, (N-1)/N of an all-gather's buffer,
 # twice that for an all-reduce. By nodes of 8 H100 with 400 GB/s of EFA each, for 256 MB.
 NODES = (1, 2, 4, 8, 16, 32, 64)
 BUS = {
@@ -118,7 +118,7 @@ RING_OF_LINKS = 367 / 480  # an all-reduce without NVLink's sums in the switch, 
 PCIE = 12 / 31  # bus bandwidth of two RTX 4090 without peer access, beside their link's
 ALPHA_INSIDE = 44e-6 / 14  # seconds per hop in a node: a small all-reduce of 8 A100, measured, makes 14 of them
 
-# Assumptions that no measurement here stands for.
+# Assumptions without a measurement.
 MEMORY_EFFICIENCY = 0.75  # the share of memory bandwidth that elementwise kernels reach
 KERNEL = 2e-6  # seconds until a kernel is up to speed
 LAUNCH = 6e-6  # seconds of the host per kernel that it launches from Python
@@ -130,8 +130,9 @@ SLOWDOWN = 0.19  # computation is slower during a collective: on average 18.9% (
 class Cluster:
     """GPUs of one kind in nodes of `per_node`; links in GB/s per direction and GPU.
 
-    `network` is one of `NETWORKS`, or one of your own. `alpha` (seconds per hop) and `inter_gbps` (GB/s of a ring
-    across nodes) None: that network's. `efficiency` None: the GPU's own. The other numbers are the assumptions above.
+    `network` is one of `NETWORKS`, or your own. If `alpha` (seconds per hop) or `inter_gbps` (GB/s of a ring across
+    nodes) is None, the network's value is used, and if `efficiency` is None, the GPU's. The other numbers are the
+    assumptions above.
     """
 
     gpu: GPU
@@ -162,8 +163,8 @@ class Cluster:
     def seconds(self, operation: Operation) -> float:
         """A roofline without its corner: the time to move the operands, and the time to compute.
 
-        A kernel's first tiles are read before anything can be computed, its last are written when all is. So the two
-        add up, and large products reach a greater share of the peak than small ones.
+        A kernel reads its first tiles before it computes anything, and writes its last tiles after it has computed all.
+        So the two times add up, and large products reach a greater share of the peak than small ones.
         """
         moving = operation.nbytes / (self.gpu.memory_gbps * GB * self.memory_efficiency)
         if not operation.flops:
@@ -176,9 +177,9 @@ class Cluster:
     def collective_seconds(self, collective: Collective) -> float:
         """Seconds once it has begun: hops x latency, and bytes / bandwidth.
 
-        In a ring of N ranks everything makes N-1 hops, and an all-reduce twice as many. All ranks step together, so
-        each hop takes as long as the slowest one, which is that between nodes. A tree is as deep as the logarithm of
-        the nodes; an all-reduce takes it where it is quicker.
+        In a ring of N ranks data makes N-1 hops, and in an all-reduce twice as many. All ranks send at the same time,
+        so each hop takes as long as the slowest one, the hop between nodes. A tree's depth is the logarithm of the
+        number of nodes. An all-reduce uses a tree if it is faster.
         """
         ranks = collective.ranks
         if ranks == 1:
@@ -191,7 +192,7 @@ class Cluster:
         if nodes <= 1:
             return trips * (ranks - 1) * self.alpha_inside + gigabytes / self._links(reduces)
         network = self.between
-        # As many rings share a node's network as it has GPUs of other groups.
+        # The number of rings that share a node's network is the number of its GPUs in different groups.
         share = 1.0 if collective.stride == 1 else inside / self.per_node
         ring, tree = (
             gigabytes * max(1 / self._links(reduces), (1 + crowding * (nodes - 1)) / (network.bus * share))

@@ -1,4 +1,4 @@
-"""The engines that can be planned, as one rank builds and runs them on fake tensors."""
+"""The engines that can be planned, built and run by one rank on fake tensors."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from zerolab.run.counterparts import DDPStandIn, replace_parameters
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
 from zerolab.run.recompute import checkpoint_blocks
 
-# From the first that is enough for a model that fits to the last, for one that fits nowhere else.
+# From the first one, for a model that fits anyway, to the last one, for a model that fits with no other.
 ENGINES = registry.named("plan")
 BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
 BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
@@ -23,12 +23,12 @@ DDP_BUCKET_MB = 25  # MiB, as torch has it
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run: an engine on one of `ranks` ranks, and its options. Two that are equal have the same events.
+    """An engine on one of `ranks` ranks, and its options. Equal setups have the same events.
 
-    `micro_batch` sequences, `accumulate` times per step. `bucket_mb` (MiB) is for buckets, `prefetch`
-    for ZeRO-3's units; `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing
-    with every second matrix product and all attention kept. `row` is for `hybrid`, which is ZeRO-3 in rows of so many
-    ranks that are replicas of each other.
+    A step has `accumulate` micro-batches of `micro_batch` sequences. `bucket_mb` (MiB) is for buckets, and `prefetch`
+    for ZeRO-3's units. `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing,
+    which keeps every second matrix product and all attention. `row` is for `hybrid`, which is ZeRO-3 in rows of `row`
+    ranks. The rows are replicas of each other.
     """
 
     config: GPTConfig
@@ -49,10 +49,10 @@ class Setup:
 
 
 class LowWeightsDDP(DDPStandIn):
-    """DDP around weights in a low precision, as Megatron's and nanotron's: float32 copies of them for the optimizer.
+    """DDP with low-precision weights, as in Megatron and nanotron: the optimizer has float32 copies of them.
 
-    Buckets are float32 sums, to which each gradient is added when it has come. The referee's DDP casts float32 weights
-    at the start of each forward instead. Then all gradients arrive last, and DDP overlaps nothing.
+    Buckets are float32 sums, to which each gradient is added when it is ready. The referee's DDP instead casts float32
+    weights at the start of each forward. Then all gradients arrive at the end, and DDP overlaps nothing.
     """
 
     def __init__(self, model: GPT, optimizer, dtype: torch.dtype, bucket_mb: float):
@@ -80,23 +80,23 @@ class LowWeightsDDP(DDPStandIn):
 
 
 def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) pairs of a model of this shape, without values."""
+    """(name, parameter) pairs of a model with this shape, without values."""
     with torch.device("meta"):
         return list(GPT(config).named_parameters())
 
 
 def mesh_for(setup: Setup):
-    """The grid of hybrid sharding, None for others. It must be made before there are fake tensors."""
+    """The grid of hybrid sharding, or None for other engines. Make it before FakeTensorMode begins."""
     return grid(setup.ranks, setup.row) if setup.row else None
 
 
 def grid(ranks: int, row: int):
-    """The ranks in rows of `row`, which are copies of each other."""
+    """The ranks in rows of `row` ranks. The rows are replicas of each other."""
     return init_device_mesh("cpu", (ranks // row, row), mesh_dim_names=("replicas", "shards"))
 
 
 def build(setup: Setup, mesh):
-    """The engine around a fresh model, inside FakeTensorMode and a process group."""
+    """The engine with a new model, inside FakeTensorMode and a process group."""
     dtype, name = registry.DTYPES[setup.precision], setup.engine
     model = GPT(setup.config)
     if setup.recompute != "none":

@@ -1,4 +1,4 @@
-"""The planner's figures. What they show is predicted, and they say so."""
+"""The planner's figures. They show predictions, and their labels say so."""
 
 from zerolab.measure.figures import COLOURS, INK, PAPER, SHADE, engine_look, new
 from zerolab.run.engines import named
@@ -38,7 +38,7 @@ def sweep(results: dict):
 
 
 def scale(results: dict):
-    """A column per network: published models with the dots that were measured; below, what is exposed of 7b and 70b.
+    """A column per network: published models with measured dots above, and the exposed share of 7b and 70b below.
 
     Beyond the last published row the paper is shaded and the lines are dotted.
     """
@@ -88,7 +88,7 @@ def scale(results: dict):
 
 
 def _known_and_not(axes, points: dict, covered: int, label=None, **look) -> None:
-    """A line through {ranks: value}, dotted beyond the last number of ranks that anybody has measured."""
+    """A line through {ranks: value}, dotted beyond the largest measured number of ranks."""
     known = [rank for rank in points if rank <= covered]
     beyond = [rank for rank in points if rank >= known[-1]]
     axes.plot(known, [points[rank] for rank in known], label=label, **look)
@@ -96,7 +96,7 @@ def _known_and_not(axes, points: dict, covered: int, label=None, **look) -> None
 
 
 def validation(results: dict):
-    """Predicted against published, throughput on the left and memory on the right; the shade is 10% off."""
+    """Predicted against published throughput, and in the second axes memory. The shade marks errors up to 10%."""
     figure, (left, right) = new(1, 2, height=4.4)
     for axes, published, predicted, factor, title in (
         (left, "published_tokens_per_s", "predicted_tokens_per_s", 1, "tokens/s per rank"),

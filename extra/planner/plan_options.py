@@ -1,4 +1,4 @@
-"""The options of `./launch.sh plan`, and one clear line for each that cannot be."""
+"""The options of `./launch.sh plan`, with a one-line error for each that cannot work."""
 
 import argparse
 import math
@@ -60,7 +60,7 @@ def parser() -> Parser:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError for what cannot be."""
+    """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError if they cannot work."""
     line = parser()
     options = line.parse_args(argv)
     line.needs("--out", "--sweep")
@@ -93,7 +93,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in options.engines or [""]:
         _one_of("engines", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
-    options.left_out = None  # what is not planned, in words
+    options.left_out = None  # engines that are not planned, and why
     if options.sweep != "ranks" and not (options.validate or options.scale):
         asked, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
         if options.engines != asked:
@@ -110,12 +110,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def different(engines: list[str], ranks: int, per_node: int) -> list[str]:
-    """The engines without `hybrid` where all ranks are in one node: it would be zero3 there."""
+    """The engines, without `hybrid` if all ranks are in one node, because it would be zero3 there."""
     return [name for name in engines if not REGISTRY[name].rows or ranks > per_node]
 
 
 def check_ranks(ranks: int, per_node: int) -> None:
-    """Raises ValueError if not all nodes would have as many ranks."""
+    """Raise ValueError if the nodes would have different numbers of ranks."""
     if ranks > per_node and ranks % per_node:
         raise ValueError(
             f"N = {ranks} ranks are not whole nodes of --ranks-per-node {per_node}: "
@@ -150,7 +150,7 @@ def _config(options: argparse.Namespace) -> GPTConfig:
 
 
 def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
-    """What the options ask for under one engine; `changed` are fields of `Setup`."""
+    """The `Setup` of one engine with these options; `changed` replaces fields of it."""
     row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if REGISTRY[engine].rows else None
     made = Setup(
         options.config, engine, options.ranks, options.dtype, options.micro_batch, options.accumulate,
@@ -160,7 +160,7 @@ def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
 
 
 def cluster_of(options: argparse.Namespace, **changed) -> Cluster:
-    """The options' GPUs and links; `changed` are fields of `Cluster`."""
+    """The `Cluster` of these options; `changed` replaces fields of it."""
     made = Cluster(GPUS[options.gpu], options.ranks_per_node, options.intra_GBps, options.inter_GBps,
                    options.efficiency, options.network,
                    None if options.alpha_us is None else options.alpha_us * 1e-6)  # fmt: skip

@@ -14,9 +14,9 @@ from zerolab.measure.gpus import flops_per_token, needed_bytes
 class Prediction:
     """For one engine: seconds, bytes, tokens per second and GPU. None of it was measured.
 
-    `peak_bytes` are live storages, from the dry run's ledger; `reserved_bytes` what torch's allocator would take for
-    them; `needed_bytes` the live ones with the assumed rest. `mfu` is the share of the GPU's peak by the PaLM paper's
-    count of FLOPs, which leaves out what is computed twice.
+    `peak_bytes` counts live storages, from the dry run's ledger. `reserved_bytes` is what torch's allocator would
+    reserve for them, and `needed_bytes` the live bytes with the assumed overhead. `mfu` is the share of the GPU's peak
+    by the PaLM paper's count of FLOPs, which does not count recomputation.
     """
 
     setup: Setup
@@ -39,7 +39,7 @@ class Prediction:
         return self.times.exposed / self.times.step
 
     def numbers(self) -> dict:
-        """For --json: times in seconds, but for the share `exposed`, and memory in bytes."""
+        """For --json: times in seconds, memory in bytes, and `exposed` as a share."""
         return {
             "engine": self.setup.engine,
             "ranks": self.setup.ranks,
@@ -57,7 +57,7 @@ class Prediction:
 
 
 def predict(setup: Setup, cluster: Cluster) -> Prediction:
-    """Raises ValueError for what the engine refuses, or a GPU without the precision."""
+    """Raise ValueError if the engine rejects the options, or if the GPU does not support the precision."""
     cluster.gpu.flops(setup.precision)
     events = recording(setup)
     times = replay(events.events, cluster)

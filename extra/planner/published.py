@@ -1,6 +1,6 @@
 """Measurements that others have published, with their sources. Nothing here was measured by this project.
 
-Tokens per second are per GPU. GB are of 10^9 bytes, GiB of 2^30; what kind of peak a source means is mostly not said.
+Tokens per second are per GPU. A GB has 10^9 bytes, a GiB 2^30. Most sources do not state which kind of peak they mean.
 """
 
 import csv
@@ -37,17 +37,17 @@ MODELS = {
 # of one sequence the Playbook's ZeRO-1 has 2Ψ more than ours: its bfloat16 gradients stay next to their float32 sums.
 # (With two sequences the published peaks show no such thing.)
 ONE_BUCKET = 1e6  # MiB
-# llm-foundry's benchmark script takes `attn_impl: triton`: version 1 of flash attention, written in Triton. The paper
-# of version 2 has version 2 as 1.3 to 2.5 times as fast; this is the middle of that, and fitted on nothing.
+# llm-foundry's benchmark script uses `attn_impl: triton`: version 1 of flash attention, written in Triton. The paper
+# of version 2 reports that version 2 is 1.3 to 2.5 times as fast. This is the middle of that range, and not fitted.
 SLOWER_ATTENTION = (1.3 * 2.5) ** 0.5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement: on which GPUs, of what, tokens per second and GPU, peak in bytes or None.
+    """One published measurement: the GPUs, the setup, tokens per second and GPU, and the peak in bytes or None.
 
-    `reserved`: the peak is what torch's allocator has reserved, and not what was alive. `keeps_low`: the framework
-    leaves bfloat16 gradients beside their float32 sums, two bytes for each parameter that the engines here do without.
+    `reserved`: the peak is the memory reserved by torch's allocator, not the live memory. `keeps_low`: the framework
+    keeps bfloat16 gradients in addition to their float32 sums, two bytes per parameter that our engines do not need.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def long(self) -> bool:
-        """Are its sequences longer than any that something is fitted on?"""
+        """Whether its sequences are longer than in all rows used in a fit."""
         return self.setup.config.seq > 4096 and self.source == FOUNDRY
 
     @property
@@ -76,13 +76,13 @@ class Row:
         return self.setup.ranks <= self.cluster.per_node
 
 
-# The table's names of them. llm-foundry does not state its network: presumably InfiniBand, and RoCE under the A100.
+# Their names in the table. llm-foundry does not state its network: presumably InfiniBand, and RoCE for the A100.
 SOURCES = {"playbook": PLAYBOOK, "torchtitan": TORCHTITAN, "llm-foundry": FOUNDRY}
 UNITS = {"GB": GB, "GiB": GIB}
 
 
 def _row(told: dict[str, str]) -> Row:
-    """A line of published.csv: no peak is not published, no tokens per second is a run that did not fit on its GPUs.
+    """A line of published.csv. An empty peak was not published. Without tokens per second the run did not fit.
 
     The rest follows from the source of the row.
     """

@@ -1,4 +1,4 @@
-"""The recorder: the events of a real engine's step, on fake tensors and a group that moves nothing."""
+"""The recorder of the events of a real engine's step, on fake tensors and a group that moves nothing."""
 
 import gc
 from contextlib import ExitStack
@@ -20,21 +20,22 @@ from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.position_in_step import PositionInStep
 from zerolab.measure.traffic import group_of, kind_of, whole_bytes, works_in
 
-# The CPU's flash attention stands for the GPU's: the same products, and the same tensors saved. Its backward computes
-# the scores again. Operation: (where its arguments have the queries, products of matrices).
+# The CPU's flash attention replaces the GPU's: it has the same products and saves the same tensors. Its backward
+# computes the scores again. Operation: (the index of the queries in its arguments, number of matrix products).
 ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 2),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
 }
 WRITES_ONLY = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_", "zeros_like", "ones_like", "new_zeros",
                "full_like", "normal_"}  # fmt: skip
-# These read rows or single numbers of their first tensor, and not all of it.
+# These read only rows or single elements of their first tensor.
 LOOKS_UP = {"embedding", "nll_loss_forward", "nll_loss_backward"}
 NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "device"}
 
 
 class Recorder(MemoryLedger):
-    """`with Recorder() as recorder: engine = ...; a step; recorder.begin(); another step`; then `recorder.events`.
+    """Record a step: inside `with Recorder() as recorder`, build an engine, run a step, call `recorder.begin()`, run
+    another step, and read `recorder.events`.
 
     Operations, collectives and storages are seen when torch dispatches them, waits and streams where they are called.
     Raises RuntimeError if an engine does not wait for the collectives of one kind in the order in which it issued them.
@@ -50,14 +51,14 @@ class Recorder(MemoryLedger):
         self._owners: dict[int, str] = {}  # a storage's address -> the stream in which it was allocated
 
     def begin(self) -> None:
-        """From here on events are written down; before, only what is alive."""
+        """Start to record events. Until now only live memory was recorded."""
         self.events, self._on, self.live_bytes = [], True, self.live
         self._waiting, self._first_mark = {}, self._marks
 
     def end(self) -> None:
         self._on = False
 
-    # What is seen.
+    # Operations and collectives.
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
@@ -114,7 +115,7 @@ class Recorder(MemoryLedger):
         for key, works in self._waiting.items():
             if any(work is other for other in works):
                 if works[0] is not work:
-                    raise RuntimeError(f"waited for a later {key[0]} first: the replay knows only turns")
+                    raise RuntimeError(f"waited for a later {key[0]} first: the replay supports only waits in order")
                 works.pop(0)
                 self.events.append(Wait(self._streams.current, *key))
                 return
@@ -141,7 +142,7 @@ class Recorder(MemoryLedger):
         super()._gone(key)
 
     def _freed(self, key: int) -> None:
-        """A storage goes back to the stream that it came from."""
+        """A storage returns to the stream where it was allocated."""
         self._note(key, -self._bytes.get(key, 0))
         self._owners.pop(key, None)
 
@@ -188,7 +189,7 @@ def _is_written(argument) -> bool:
 
 
 def _arguments(func, args, kwargs, wanted) -> list[torch.Tensor]:
-    """The tensors of those arguments of an operator's schema for which `wanted(argument)`."""
+    """The tensors in the arguments of an operator's schema for which `wanted(argument)` is true."""
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if wanted(argument):
@@ -198,7 +199,7 @@ def _arguments(func, args, kwargs, wanted) -> list[torch.Tensor]:
 
 
 def _flops(func, name: str, args, kwargs, result) -> int:
-    """By torch's own table; attention's by hand, as causal attention computes half of what that table counts."""
+    """The FLOPs, by torch's own table. For causal attention half of the table's value is computed."""
     if name in ATTENTION:
         first, products = ATTENTION[name]
         (batch, heads, queries, size), keys = args[first].shape, args[first + 1].shape[2]
@@ -208,7 +209,7 @@ def _flops(func, name: str, args, kwargs, result) -> int:
 
 
 def record(setup: Setup) -> Recording:
-    """The events of the second step of `setup`: the first makes the optimizer's state, and ZeRO-3 learns its order."""
+    """The events of the second step of `setup`. In the first step the optimizer creates its state."""
     enabled = gc.isenabled()
     with fake_ranks(setup.ranks):
         mesh = mesh_for(setup)

@@ -1,4 +1,4 @@
-"""Equal blocks, and equal micro-batches, are recorded a few times and repeated.
+"""Equal blocks, and equal micro-batches, are recorded a few times and then repeated.
 
 A model of L blocks does with each block in the middle what it does with the next. So the events of two recordings, one
 with one block more than the other, determine the events for any number of blocks: the additional events of the longer
@@ -31,7 +31,7 @@ def strictly(event: Event):
 
 
 def but_for_size(event: Event):
-    """Where a bucket holds the whole model, what is done with buckets grows with the model too."""
+    """Like `strictly`, but if a bucket holds the whole model, events of buckets also grow with the model."""
     if type(event) is Operation and not event.step.startswith(("1", "2")):
         return event.stream, event.name, event.step
     if type(event) is Collective:
@@ -42,7 +42,7 @@ def but_for_size(event: Event):
 def extend(shorter: Recording, longer: Recording, rounds: int, key=strictly) -> Recording:
     """The recording with `rounds` more rounds than `longer`, which has one more than `shorter`. Raises NotRepeating.
 
-    `key`: what must be equal for two events to be the same.
+    `key`: the fields that must be equal for two events to be the same.
     """
     a, b = [list(map(key, recording.events)) for recording in (shorter, longer)]
     events, i, j = [], 0, 0
@@ -68,7 +68,7 @@ def _round(a: list, b: list, i: int, j: int) -> int:
 
 
 def _grown(short: Event, long: Event, rounds: int) -> Event:
-    """`long`, of a model with so many blocks more: sizes that grow with the model grow by as much for each."""
+    """The event `long` in a model with more blocks: its size grows by the same amount for each block."""
     if short == long:
         return long
     grow = {name: getattr(long, name) - getattr(short, name) for name in ("flops", "nbytes") if hasattr(long, name)}
@@ -77,7 +77,7 @@ def _grown(short: Event, long: Event, rounds: int) -> Event:
 
 @lru_cache(maxsize=256)
 def recording(setup: Setup) -> Recording:
-    """The events of a step of `setup`, with as few blocks and micro-batches recorded as are needed."""
+    """The events of a step of `setup`, recorded with as few blocks and micro-batches as possible."""
     if setup.accumulate > MICRO_BATCHES:
         with suppress(NotRepeating):
             few, more = (recording(replace(setup, accumulate=n)) for n in (MICRO_BATCHES - 1, MICRO_BATCHES))

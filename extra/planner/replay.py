@@ -31,9 +31,9 @@ class Times:
 
 @dataclass
 class _Item:
-    """Work in a queue: so many seconds of it, after other items, and not before the host has issued it.
+    """Work in a queue: it takes `seconds`, begins after other items, and not before the host has issued it.
 
-    `until`: not over before that, for kernels that were put together and whose host was late in the midst of them.
+    `until`: it does not end before this time. This is for merged kernels, if the host was late for one of them.
     """
 
     name: str
@@ -47,7 +47,7 @@ class _Item:
 
 
 def queues(events: tuple[Event, ...], cluster: Cluster) -> dict[str, deque[_Item]]:
-    """The streams' and the groups' queues, with what waits for what."""
+    """The queues of the streams and groups, with their dependencies."""
     found: dict[str, deque[_Item]] = {COMPUTE: deque()}
     last: dict[str, list[_Item]] = {}  # stream -> what its next item comes after
     open_item: dict[str, _Item | None] = {}  # stream -> the item that takes more operations
@@ -88,7 +88,7 @@ def queues(events: tuple[Event, ...], cluster: Cluster) -> dict[str, deque[_Item
 
 
 def replay(events: tuple[Event, ...], cluster: Cluster) -> Times:
-    """How long these events take on `cluster`."""
+    """The times of these events on `cluster`."""
     waiting, running, times, now = queues(events, cluster), {}, Times(), 0.0
     left: dict[str, float] = {}
     while True:
@@ -123,6 +123,6 @@ def replay(events: tuple[Event, ...], cluster: Cluster) -> Times:
                     times.collectives[item.name] = times.collectives.get(item.name, 0.0) + following - item.begin
         now = following
     if any(waiting.values()):
-        raise RuntimeError("some work waits for what never comes: the events are not those of a whole step")
+        raise RuntimeError("some work waits forever: record the events of a whole step")
     times.step = now
     return times

@@ -15,7 +15,10 @@ from zerolab.run.progress import with_progress
 RANKS = (8, 32, 128, 512, 2048, 4096)
 ENGINES = named("scale")
 PRESETS = ("7b", "70b")
-COVERED = {"infiniband": 512, "efa": 128}  # GPUs of the largest published row; beyond nothing holds a line to account
+COVERED = {
+    "infiniband": 512,
+    "efa": 128,
+}  # GPUs of the largest published row; beyond it there is nothing to compare with
 # Models that others ran on several numbers of GPUs with the same micro-batch: (model, engine, sequences).
 CURVES = (("MPT 1B", "fsdp2_no_reshard", 12), ("MPT 7B", "fsdp2", 6), ("1.34B", "zero1_2psi", 1),
           ("3.57B", "zero1_2psi", 1))  # fmt: skip
@@ -39,7 +42,7 @@ def curve(rows: list[Row]) -> dict:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Predict all points; blocks are recomputed, as 70B would not fit otherwise. Returns what --json writes."""
+    """Predict all points. Blocks are recomputed, because 70B would not fit otherwise. Returns what --json writes."""
     cluster, points = cluster_of(options), []
     print(f"{gpus('N', cluster)} in nodes of {cluster.per_node}, {options.dtype}; {options.micro_batch} "
           "sequence(s) of 2,048 tokens per rank, blocks recomputed; all predicted:", flush=True)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Stands in for CUDA's streams and events where an engine asks a CPU for them, as FSDP2 does, and writes them down.
+"""Replaces the streams and events that an engine such as FSDP2 uses on a CPU, and records them.
 
-torch has `torch.cpu.Stream` and its like so that one code runs on every device; there they do nothing.
+torch has `torch.cpu.Stream` and similar classes so that the same code runs on every device. On a CPU they do nothing.
 """
 
 import contextlib

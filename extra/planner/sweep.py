@@ -44,14 +44,14 @@ def points(options: argparse.Namespace, engine: str) -> Points:
 
 
 def along(options: argparse.Namespace) -> str:
-    """What the first column of the printed points is, with its unit."""
+    """The title of the first column of the printed points, with its unit."""
     network = "the network of a node" if options.ranks > options.ranks_per_node else "a GPU's links inside the node"
     others = {"bandwidth": f"bandwidth of {network}, GB/s per direction", "ranks": "GPUs in all"}
     return others.get(options.sweep) or ALONG[options.sweep][2]
 
 
 def swept(options: argparse.Namespace) -> list[str]:
-    """The engines on which the option has an effect. Raises ValueError if none of those asked for has it."""
+    """The engines on which the option has an effect. Raises ValueError if it has no effect on any chosen engine."""
     which = {"bucket": BUCKETED, "prefetch": BY_UNIT}.get(options.sweep, options.engines)
     engines = [name for name in options.engines if name in which]
     if not engines:
@@ -62,7 +62,7 @@ def swept(options: argparse.Namespace) -> list[str]:
 
 
 def break_even(kind: str, found: Points) -> str:
-    """Where the curve turns, in words."""
+    """A sentence about where the curve turns."""
     if kind in ("bucket", "prefetch"):
         least = min(one.step for _, one in found)
         value = next(value for value, one in found if one.step <= least * 1.01)
@@ -73,14 +73,14 @@ def break_even(kind: str, found: Points) -> str:
 
 
 def enough(options: argparse.Namespace, engine: str) -> str:
-    """The bandwidth at which less than `HIDDEN` of the step is exposed, to 1%, in words."""
+    """A sentence with the bandwidth, to 1%, at which less than `HIDDEN` of the step is exposed."""
     place = bisect_left(FINE, True, key=lambda gbps: bandwidth(options, engine, gbps).exposed < HIDDEN)
     return f"hidden from {FINE[place]:.0f} GB/s on" if place < len(FINE) else f"not hidden even at {FINE[-1]:,.0f} GB/s"
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Predict all points, say where the curves turn, draw the figure; returns what --json writes."""
-    from extra.planner import pictures  # matplotlib is needed here alone
+    """Predict all points, print where the curves turn, draw the figure. Returns what --json writes."""
+    from extra.planner import pictures  # only this function needs matplotlib
     from zerolab.measure import figures
 
     engines, rows, words = swept(options), {}, {}

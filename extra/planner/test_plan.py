@@ -1,4 +1,4 @@
-"""The planner: the replay against closed forms, the events against the engines, and what is said of them."""
+"""The planner: the replay against closed forms, the events against the engines, and the printed sentences."""
 
 import json
 import re
@@ -96,7 +96,7 @@ TEN = [compute(1)] * 10
 @pytest.mark.parametrize(
     "events, costs, step",
     [
-        ([gather(6), compute(10)], {"slowdown": 0.5}, 6 + (10 - 6 / 1.5)),  # slower beside the collective, ...
+        ([gather(6), compute(10)], {"slowdown": 0.5}, 6 + (10 - 6 / 1.5)),  # slower during the collective, ...
         ([gather(6), wait(), compute(10)], {"slowdown": 0.5}, 16),  # ... and only there
         (TEN, {"launch": 3}, 10 * 3 + 1),  # a slow host binds, ...
         (TEN, {"launch": 0.5}, 0.5 + 10),
@@ -146,7 +146,7 @@ def test_an_all_reduce_takes_a_tree_where_it_is_quicker():
 
 
 def test_a_network_crowds_or_does_not():
-    """On EFA the same bytes take longer with every node, on InfiniBand only the hops do; or a network of one's own."""
+    """On EFA bytes take longer with every node, on InfiniBand only hops do. You can also describe your own network."""
     for network, crowds in (("infiniband", False), ("roce", False), ("efa", True), (Network(0, 350, (0.5, 0.5)), True)):
         byte = [seconds(gather(10**10, ranks=n), network=network) - seconds(gather(0, ranks=n), network=network)
                 for n in (64, 256)]  # fmt: skip
@@ -168,7 +168,7 @@ def test_links_and_networks_count_where_they_are_used():
 
 
 def test_flash_attention_reaches_the_published_rates():
-    """Forward at the paper's points, backward slower, and the last rate is held beyond what was measured."""
+    """Forward at the paper's points, backward slower, and the last rate also holds for longer sequences."""
     peak, best = 989, GPUS["h100"].attention
     for size, (forward, _, _) in FLASH.items():
         for tokens, rate in zip(TOKENS, forward):
@@ -184,7 +184,7 @@ def test_flash_attention_reaches_the_published_rates():
     assert attends(512) > 1.5 * attends(8192)
 
 
-# What the allocator reserves.
+# The allocator's reserved memory.
 
 
 def held(*sizes, stream="compute") -> tuple:
@@ -197,7 +197,7 @@ MIB = 2**20
 @pytest.mark.parametrize(
     "sizes, reserved",
     [
-        ((1, -1), 2 * MIB),  # a small one takes a segment of 2 MiB, ...
+        ((1, -1), 2 * MIB),  # a small one needs a segment of 2 MiB, ...
         ((512, 512, 512, -512, -512, -512), 2 * MIB),  # ... which others share
         ((2 * MIB, -2 * MIB), 20 * MIB),  # a middle one takes 20
         ((9 * MIB, 9 * MIB, -9 * MIB, -9 * MIB), 20 * MIB),
@@ -234,7 +234,7 @@ def operations(found: Recording) -> list[Operation]:
 
 
 def test_products_of_matrices_are_counted_as_the_shapes_say_and_again_where_they_are_recomputed():
-    """Whole blocks: their forward once more. Selectively: half of their products, and no attention."""
+    """Whole blocks repeat their forward. Selective checkpointing repeats half of the products, and no attention."""
     kept, blocks, selective = (recorded("ddp", recompute=what, micro_batch=4) for what in one_rank.RECOMPUTED)
     flops = [sum(operation.flops for operation in operations(one)) for one in (kept, blocks, selective)]
     weights = {n: p.numel() for n, p in GPT(SMALL).named_parameters() if p.dim() == 2}
@@ -309,12 +309,12 @@ def test_prefetch_buckets_and_overlap_shorten_the_step():
     assert len(small.collectives()) > len(large.collectives()) == 2
     assert replay(small.events, cluster).step != replay(large.events, cluster).step
     ddp, cluster = recorded("ddp", bucket_mb=0.05), Cluster(GPUS["h100"], launch=0, issue=0, slowdown=0)
-    for found in (ddp, one, recorded("fsdp2")):  # gradients travel while backward computes
+    for found in (ddp, one, recorded("fsdp2")):  # gradients are in flight while backward computes
         times = replay(found.events, cluster)
         assert times.exposed < 0.95 * times.communication
         assert times.step >= max(times.compute, times.communication)
     twice = recorded("ddp", accumulate=2, bucket_mb=0.05)
-    assert twice.collectives() == ddp.collectives()  # it sends in the last micro-batch alone
+    assert twice.collectives() == ddp.collectives()  # it sends only in the last micro-batch
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_repeated_blocks_are_those_that_would_be_recorded(engine, changed, monke
     assert max(asked) < setup.config.layers, "all blocks were recorded, so nothing was repeated"
 
 
-@pytest.mark.parametrize("engine", ("ddp", "zero3"))  # one sends in the last micro-batch alone, one in each
+@pytest.mark.parametrize("engine", ("ddp", "zero3"))  # one sends only in the last micro-batch, one in each
 def test_repeated_micro_batches_are_those_that_would_be_recorded(engine):
     setup = Setup(replace(SMALL, layers=1), engine, 4, accumulate=6)
     assert repeat.recording(setup) == recorder.record(setup)
@@ -358,7 +358,7 @@ def test_what_does_not_repeat_is_recorded_in_full():
     assert repeat.recording(setup) == recorder.record(setup)
 
 
-# What is said.
+# The printed sentences.
 
 
 def test_the_command_predicts_every_engine(capsys):
@@ -466,12 +466,12 @@ def test_a_picture_has_units_on_its_axes_and_stands_in_the_page(name, labels):
 )
 @pytest.mark.parametrize("name", page.PICTURES)
 def test_the_committed_pictures_are_what_is_drawn_today(name, tmp_path):
-    """After a change on purpose: python -m extra.planner.page, and look at what is new."""
+    """After an intended change run python -m extra.planner.page, and look at the new pictures."""
     path = page.draw(name, tmp_path)
     new, old = (figures.plt.imread(folder / path.name) for folder in (tmp_path, page.RESULTS / "figures"))
     assert new.shape == old.shape
     other = (abs(new - old).max(axis=2) > 0.05).mean()  # the share of dots: a processor's rounding is no change
-    assert other < 5e-5, f"{path}: {other:.2%} of its dots are not those of results/figures"
+    assert other < 5e-5, f"{path}: {other:.2%} of its dots differ from results/figures"
 
 
 def test_the_page_is_up_to_date_and_shows_every_block(capsys):
@@ -504,7 +504,7 @@ def test_what_the_page_names_is_there():
 
 NUMBERS = [name.replace("_", "-") for name in (*plan_options.WHOLE, *plan_options.ABOVE_0) if name != "ranks"]
 CHOICES = ("gpu", "network", "dtype", "engines", "checkpoint-activations", "sweep")
-REFUSED = {  # what is typed behind ./launch.sh plan: what is said
+REFUSED = {  # the arguments of ./launch.sh plan: the message
     **{f"--{name} 0": f"--{name} must be" for name in NUMBERS},
     **{f"--{name} other": f"--{name} must be one of" for name in CHOICES},
     "8 --engines hybrid": "would be zero3",
@@ -563,7 +563,7 @@ def test_the_fit_finds_the_efficiency_and_looks_at_one_node_alone(monkeypatch):
 
 
 def test_a_networks_latency_is_found_in_what_equal_runs_lose_and_no_row_above_128_gpus_counts(monkeypatch):
-    """The level is the GPU's: all rows 20% slower tell the same latency. Nor does a model that ran but once."""
+    """If all rows are 20% slower, the latency is the same. A model that ran once does not change it."""
     monkeypatch.setattr(validate, "recording", lambda setup: Recording((gather(10**8, ranks=setup.ranks), wait(
         setup.ranks), compute(10**13)), 0, 0))  # fmt: skip
     base = next(row for row in ROWS if row.model == "MPT 7B" and row.setup.ranks == 128)
@@ -592,13 +592,13 @@ def test_gradients_that_another_framework_keeps_take_two_bytes_each(monkeypatch)
 
 
 def test_an_older_kernel_of_attention_is_slower_in_the_rows_that_ran_it():
-    """And the published ratio of the two versions is what it takes longer: nothing of it is fitted."""
+    """It takes longer by the published ratio of the two versions. Nothing about it is fitted."""
     best = {row.source: row.cluster.gpu.attention for row in ROWS if row.gpu == "h100"}
     assert best[PLAYBOOK] == GPUS["h100"].attention and 1.3 < best[PLAYBOOK] / best[FOUNDRY] < 2.5
 
 
 def test_the_results_are_those_of_the_table_that_is_in_use():
-    """And one row that was not fitted is predicted anew, from recording to error: no other number could stand there."""
+    """And one row that is not used in a fit is predicted again, from the recording to the error."""
     kept = json.loads((ROOT / "results" / "plan-validation.json").read_text())
     assert [row["published_tokens_per_s"] for row in kept["rows"]] == [row.tokens_per_s for row in ROWS]
     assert not any(row["fitted"] for row in kept["rows"] if row["gpus"] > 128 or row["size"].startswith("sequences"))

@@ -1,4 +1,4 @@
-"""The planner held against published measurements: prediction, published value, error; what was fitted, and on what."""
+"""Compare the planner with published measurements: prediction, published value, error, and what was fitted on what."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ def subset(rows: Iterable[Row], gpu: str) -> list[Row]:
 
 
 def on_network(rows: Iterable[Row], network: str) -> list[Row]:
-    """The rows that a network may be fitted on. None above 128 GPUs is ever looked at.
+    """The rows for fitting a network. Rows with more than 128 GPUs are never used.
 
     For InfiniBand these are rows whose model and batch ran on several numbers of GPUs, including one node, because the
     network causes the loss from one to the next. The Playbook has no such rows, so EFA has all rows of 4 and 16 nodes.
@@ -53,12 +53,12 @@ def _late(row: Row, **assumed) -> float:
 
 
 def _mean(errors: Iterable[float]) -> float:
-    """Root of the mean of the squares: one large error weighs more than two of half its size."""
+    """Root mean square: one large error weighs more than two errors of half its size."""
     return statistics.mean(error**2 for error in errors) ** 0.5
 
 
 def share_of_peak(row: Row) -> float:
-    """The efficiency with which the replay takes as long as published, to a thousandth: found by halving."""
+    """The efficiency for which the replay takes as long as published, to a thousandth, found by bisection."""
     low, high = 0.2, 1.0
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -67,13 +67,13 @@ def share_of_peak(row: Row) -> float:
 
 
 def fit(rows: Iterable[Row], gpu: str) -> float | None:
-    """The share of its peak that `gpu` reaches in matrix products: the median over its one-node rows; or None."""
+    """The share of its peak that `gpu` reaches in matrix products: the median over its one-node rows, or None."""
     found = [share_of_peak(row) for row in subset(rows, gpu)]
     return statistics.median(found) if found else None
 
 
 def fit_latency(rows: Iterable[Row], name: str, efficiency: float) -> Network:
-    """The network with the latency under which rows that are alike lose as much from more GPUs as published.
+    """The network with the latency for which similar rows lose as much throughput with more GPUs as published.
 
     Its bandwidth is fixed at 7/8 of 400 GB/s, because computation hides the bytes, so the rows cannot determine it.
     """
@@ -107,7 +107,7 @@ def fit_crowding(rows: Iterable[Row], name: str, efficiency: float) -> Network:
 
 
 def table_errors(network: Network, reduces: bool) -> list[float]:
-    """Logarithms of what NCCL's table should take on `network`, over what it took, on 2 to 64 nodes."""
+    """Logarithms of predicted over measured times for NCCL's table on `network`, on 2 to 64 nodes."""
     kind, errors = "all-reduce" if reduces else "all-gather", []
     for nodes, bus in list(zip(NODES, BUS[kind]))[1:]:
         collective = Collective(COMPUTE, kind, int(BUS_BYTES), 8 * nodes, 1, "")
@@ -117,7 +117,7 @@ def table_errors(network: Network, reduces: bool) -> list[float]:
     return errors
 
 
-# Rows beside their predictions.
+# Rows and their predictions.
 
 
 def size_of(row: Row) -> str:
@@ -130,7 +130,7 @@ def size_of(row: Row) -> str:
 
 
 def check(row: Row, efficiency: float) -> dict:
-    """A published row and what is predicted for it. An error of +0.1 is a prediction of 10% too many."""
+    """A published row and its prediction. An error of +0.1 means that the prediction is 10% too high."""
     setup, found = row.setup, predict(row.setup, replace(row.cluster, efficiency=efficiency))
     peak = found.reserved_bytes if row.reserved else found.peak_bytes  # of the kind that the source prints
     peak += 2 * found.parameters * row.keeps_low
@@ -157,7 +157,7 @@ def check(row: Row, efficiency: float) -> dict:
 
 
 def order(checks: list[dict]) -> list[tuple[dict, dict]]:
-    """The pairs of engines, with all else equal, of which the first is published as faster by more than the noise."""
+    """The pairs of rows that differ only in the engine, if the first is published as faster by more than the noise."""
 
     def place(one: dict) -> tuple:
         return tuple(one[key] for key in ("model", "gpu", "gpus", "micro_batch", "accumulate", "seq"))
@@ -169,7 +169,7 @@ def order(checks: list[dict]) -> list[tuple[dict, dict]]:
 
 
 def errors_of(checks: list[dict], which: str = "error") -> dict:
-    """How many have an error, its median and the largest, without signs."""
+    """The number of rows with an error, and the median and largest absolute error."""
     errors = [abs(one[which]) for one in checks if one[which] is not None]
     return {"rows": len(errors), "median": statistics.median(errors), "largest": max(errors)}
 
@@ -184,7 +184,7 @@ def groups(checks: list[dict]) -> list[dict]:
 
 
 def missed(checks: list[dict]) -> list[str]:
-    """The rows that are off by more than is hoped for, named: the model is wrong there, or the run was odd."""
+    """The names of rows with an unusually large error. There the model is wrong, or the run was unusual."""
     said = []
     for one in checks:
         where = "{model}, {gpus} GPUs, {engine}, {micro_batch} x {accumulate}, {seq:,} tokens".format_map(one)
@@ -211,11 +211,11 @@ def summary(checks: list[dict]) -> dict:
     }
 
 
-# In words and tables, for a terminal and for README.md.
+# Sentences and tables, for a terminal and for README.md.
 
 
 def table(checks: list[dict]) -> list[list[str]]:
-    """Published and predicted, a row per published measurement; a star for those that were used in a fit."""
+    """Published and predicted values, a row per published measurement. A star marks rows used in a fit."""
     cells = "{model} | {gpus} {gpu} | `{engine}` | {micro_batch} x {accumulate}{tokens} | "
     cells += "{published_tokens_per_s:,.0f} | {predicted_tokens_per_s:,.0f} | {error:+.1%}{star} | {memory}"
     rows = ["model | GPUs | engine | batch | published | predicted | error | GB: published / predicted"]
@@ -238,7 +238,7 @@ def table_of_groups(found: list[dict]) -> list[list[str]]:
 def in_sentences(results: dict) -> list[str]:
     """The errors and what was fitted."""
     found, networks = results["summary"], []
-    errors = {of: "{rows} rows: median error {median:.1%}, largest {largest:.1%}".format_map(found[of])
+    errors = {of: "median error {median:.1%}, largest {largest:.1%} ({rows} rows)".format_map(found[of])
               for of in ("unfitted", "all", "memory")}  # fmt: skip
     fitted = ", ".join(f"`{gpu}` {share:.1%}" for gpu, share in results["efficiency"].items())
     for name, network in results["networks"].items():
@@ -247,17 +247,17 @@ def in_sentences(results: dict) -> list[str]:
             ring, tree = network["crowding"]
             networks.append(f"there each further node makes a byte {ring:.0%} slower in a ring, {tree:.0%} in a tree")
     return [
-        f"Tokens per second of what was not fitted, {errors['unfitted']}. Of all {errors['all']}.",
-        f"Memory of {errors['memory']}, {found['memory_within']} within {MEMORY_OFF:.0%}.",
-        f"Which of two engines is faster, where all else is equal and the published values differ by more than "
-        f"{NOISE:.0%}: {found['pairs_right']} of {found['pairs']} right.",
-        f"What did not fit, and is not predicted to: {found['out_of_memory_right']} of {found['out_of_memory']}.",
-        f"Fitted: the share of the peak in products of matrices, {fitted}; the networks, {', '.join(networks)}.",
+        f"Tokens per second, rows not used in a fit: {errors['unfitted']}. All rows: {errors['all']}.",
+        f"Memory: {errors['memory']}, {found['memory_within']} within {MEMORY_OFF:.0%}.",
+        f"The faster of two engines, if only the engine differs and the published values differ by more than "
+        f"{NOISE:.0%}: {found['pairs_right']} of {found['pairs']} predicted correctly.",
+        f"Runs that did not fit: {found['out_of_memory_right']} of {found['out_of_memory']} predicted correctly.",
+        f"Fitted: the share of the peak in matrix products, {fitted}; the networks, {', '.join(networks)}.",
     ]
 
 
 def run() -> dict:
-    """Fit, predict all rows, print them; returns what --json writes."""
+    """Fit, predict all rows, print them. Returns what --json writes."""
     for number, row in enumerate(ROWS, 1):
         print(f"\rRecording the events of every published row: {number} of {len(ROWS)} ", end="", flush=True)
         recording(row.setup)
@@ -273,7 +273,7 @@ def run() -> dict:
     }
     print("\nTokens per second and GPU; peak in GB of 10^9 bytes. *: used in a fit")
     print("\n".join([*tables.text(table(checks)), "", *tables.text(table_of_groups(results["summary"]["groups"])), ""]))
-    print(f"Named, as they miss throughput by more than {OFF:.0%} or memory by more than {MEMORY_OFF:.0%}:")
+    print(f"Errors of more than {OFF:.0%} in throughput or {MEMORY_OFF:.0%} in memory:")
     print("\n".join([f"  {one}" for one in results["summary"]["missed"]] or ["  none"]))
     print("\n".join(in_sentences(results)))
     return results

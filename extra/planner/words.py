@@ -14,16 +14,16 @@ from zerolab.run import engines as registry
 TITLES = {name: engine.title for name, engine in registry.ENGINES.items()} | {"zero1": "ZeRO-1 (the chapter's, 3Ψ)"}
 PUBLISHED = {row.setup.engine for row in ROWS}
 FITTED = {row.gpu for row in ROWS if row.one_node}
-SAME = 0.02  # step times that differ by no more are called equal: the model is no finer
+SAME = 0.02  # step times that differ by less count as equal, because the model is not more accurate
 
 
 def gpus(ranks: int | str, cluster: Cluster) -> str:
-    """ "8 x a100 (80 GB)": how many of which, and what each can hold."""
+    """ "8 x a100 (80 GB)": the number, kind and memory of the GPUs."""
     return f"{ranks} x {cluster.gpu.name} ({cluster.gpu.memory_gb:g} GB)"
 
 
 def table(predictions: Sequence[Prediction]) -> str:
-    """A row per engine; a dagger for those that no published row holds to account. Memory in GB of 10^9 bytes."""
+    """A row per engine. A dagger marks engines without a published row to compare with. A GB has 10^9 bytes."""
     rows = [("engine", "live GB", "reserved GB", "needed GB", "fits", "step ms", "exposed", "tokens/s/GPU", "MFU")]
     for found in predictions:
         name = found.setup.engine
@@ -41,7 +41,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest that fits; among equals the one that comes first in `ENGINES`. None if nothing fits."""
+    """The fastest engine that fits; among equals the first one in `ENGINES`. None if nothing fits."""
     fitting = [found for found in predictions if found.fits]
     if not fitting:
         return None
@@ -51,7 +51,7 @@ def choose(predictions: Sequence[Prediction]) -> Prediction | None:
 
 
 def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
-    """One sentence or two: which engine, and what the others would cost."""
+    """One or two sentences: the recommended engine, and how it compares with faster ones."""
     chosen = choose(predictions)
     if chosen is None:
         least = min(predictions, key=lambda found: found.needed_bytes)
@@ -66,8 +66,8 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
     said = f"{name}: the fastest that fits"
     if fastest is not chosen:
-        said = (f"{name}: within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}: that counts as equal, and "
-                f"of equals the first in the order {', '.join(ENGINES)} is taken")  # fmt: skip
+        said = (f"{name}: within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}, which counts as equal. "
+                f"Of equals it is the first in the order {', '.join(ENGINES)}")  # fmt: skip
     best = min(predictions, key=lambda found: found.step)
     if not best.fits and best.step < chosen.step * (1 - SAME):
         slower = chosen.step / best.step - 1
@@ -101,7 +101,7 @@ def assumptions(cluster: Cluster) -> str:
         f"({cluster.network}) {network.alpha * 1e6:g} us and {network.bus:g} GB/s"
         + (f", and with each further node {network.crowding[0]:.0%} more for a byte" if network.crowding[0] else ""),
         f"  the host {cluster.launch * 1e6:.0f} us per kernel",
-        f"  beside a collective, computation takes {cluster.slowdown:.0%} longer",
+        f"  during a collective, computation takes {cluster.slowdown:.0%} longer",
         "  reserved: what torch's caching allocator would take for the live bytes, by a model of it",
         f"  needed: live bytes, {GAPS:.0%} for the allocator's gaps, {CONTEXT_BYTES / GB:.0f} GB for CUDA and NCCL",
         "  fits: whether the GPU has what is needed; exposed: the share of the step in which it waits for what is sent",

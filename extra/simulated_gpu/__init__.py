@@ -1,1 +1,1 @@
-"""GPUs on paper: CUDA, NCCL and kernels for a machine that has no GPU, and a search for races."""
+"""Simulated GPUs: CUDA, NCCL and kernels for a machine without a GPU, and a detector of races."""

@@ -1,4 +1,4 @@
-"""Builds the simulated libraries beside an installation of torch, which stays as it is."""
+"""Build the simulated libraries for an installation of torch, which does not change."""
 
 import hashlib
 import shutil
@@ -22,13 +22,13 @@ SOURCES = ["runtime.cpp", "nccl.cpp", "kernels.cpp"]
 
 
 def fail(text: str):
-    """What is wrong, and what to do, in one line."""
+    """Exit with one line: what is wrong and what to do."""
     print(f"launch.sh: {text}", file=sys.stderr)
     sys.exit(2)
 
 
 def libraries() -> Path:
-    """The folder with the libraries, built if it is not there yet: a minute at most."""
+    """The folder with the libraries. Builds it if it does not exist, in at most a minute."""
     site = Path(distribution("torch").locate_file(""))
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         fail(

@@ -1,4 +1,4 @@
-"""Run on every rank, each with a simulated GPU (this folder): what is to be found there, and what is not."""
+"""Functions that run on every rank, each with a simulated GPU: some have races that must be found, some have none."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def built(stage: type, **options):
-    """That stage, around a small GPT on this rank's GPU."""
+    """The stage with this name, with a small GPT on this rank's GPU."""
     model = GPT(CONFIG).cuda()
     return stage(model, ADAMW(model.parameters()), **options)
 
@@ -51,7 +51,7 @@ def stop(*_):
 
 
 def stopped(engine, step: int, block: int, backward: bool) -> None:
-    """A forward that ends before a block, or a backward that ends behind it: with collectives in flight."""
+    """A forward that stops before a block, or a backward that stops after it, with collectives in flight."""
     module = engine.model.blocks[block]
     with contextlib.suppress(Stopped):
         if backward:
@@ -64,7 +64,7 @@ def stopped(engine, step: int, block: int, backward: bool) -> None:
 
 
 def train(stage: str, options: dict, folder: str) -> list[str]:
-    """Everything that an engine does, for some steps. Returns what the detector has found in this rank."""
+    """Several steps with everything that an engine does. Returns the detector's findings on this rank."""
     findings.forget()
     options = dict(options)
     if (offload := options.pop("offload", None)) is not None:
@@ -119,7 +119,7 @@ def trains(stage: str, options: dict) -> list[str]:
 
 
 def chapter_trains(stage: str) -> list[str]:
-    """A chapter's steps, an evaluation between them, and an update while the next unit is on its way."""
+    """A chapter's steps, an evaluation between them, and an update while the next unit is in flight."""
     findings.forget()
     torch.manual_seed(0)
     options = {} if stage == "zero3" else {"bucket_mb": 0.01}
@@ -141,7 +141,7 @@ def chapter_trains(stage: str) -> list[str]:
 
 @contextlib.contextmanager
 def changed(module: str, old: str, new: str):
-    """The module's functions are what they would be if its source had `new` in the place of `old`."""
+    """Inside, the module's functions behave as if its source had `new` in place of `old`."""
     module = importlib.import_module(module)
     source = inspect.getsource(module)
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
@@ -168,7 +168,7 @@ def changed(module: str, old: str, new: str):
 
 
 def trains_without(module: str, old: str, new: str, stage: str, options: dict) -> list[str]:
-    """`train` with a line of the source taken out. An error, too, is a way to be found."""
+    """`train` without a line of the source. An error counts as found too."""
     folder = one_folder()
     with changed(module, old, new):
         return found_or_raised(partial(train, stage, options, folder))
@@ -189,7 +189,7 @@ def found_or_raised(run) -> list[str]:
 
 
 def loads_without(module: str, old: str, new: str, stage: str) -> list[str]:
-    """Shards are overwritten while they are copied up, in ZeRO-3 for a forward, in the others after a step."""
+    """Shards are overwritten while they are copied to the GPU, in ZeRO-3 for a forward, in others after a step."""
     with changed(module, old, new):
         engine = built(engines.STAGES[stage], offload_policy=CPUOffloadPolicy())
         for step in range(3):
@@ -225,7 +225,7 @@ def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
     return findings.found()
 
 
-# What is no race, and an error by its name.
+# Errors that are not races.
 
 
 def message_of(function) -> str:

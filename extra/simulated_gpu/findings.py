@@ -38,7 +38,7 @@ def said() -> str:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A test during which something was found has failed, unless it says that it expects that."""
+    """Fail a test if something was found while it ran, unless it has the marker `finds`."""
     report = (yield).get_result()
     if call.when == "call" and (text := said()) and item.get_closest_marker("finds") is None:
         report.outcome, report.longrepr = "failed", f"{report.longreprtext}\nthe simulated GPUs have found:\n{text}"

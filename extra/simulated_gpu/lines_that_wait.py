@@ -1,4 +1,4 @@
-"""Each line of the source that keeps an order on a GPU: (module, the line, what takes its place, where).
+"""Each line of the source that keeps operations on a GPU in order: (module, the line, its replacement, where).
 
 Where: {stage: the options of a run that fails without the line}. Engines inherit the chapters' lines.
 """

@@ -1,4 +1,4 @@
-"""./launch.sh test --simulated-gpus N [pytest arguments]: the tests on a machine that has N GPUs, on paper."""
+"""./launch.sh test --simulated-gpus N [pytest arguments]: run the tests with N simulated GPUs."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = HERE.parents[1]
 
 def main(gpus: str = "", *arguments: str) -> int:
     if not (gpus.isdigit() and 1 <= int(gpus) <= 16):
-        build.fail(f"--simulated-gpus takes a number of GPUs, 1 to 16, got {gpus!r}")
+        build.fail(f"--simulated-gpus must be 1 to 16 GPUs, got {gpus!r}")
     path = [str(HERE / "front"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {  # of this run's processes: in all of them GPUs are simulated
         "SIMULATED_GPUS": gpus,

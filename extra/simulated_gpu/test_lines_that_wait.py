@@ -1,4 +1,4 @@
-"""Without simulated GPUs: the lines that the detector's tests take out are still in the source."""
+"""Runs without simulated GPUs: the lines that the detector's tests remove are still in the source."""
 
 import ast
 import importlib.util

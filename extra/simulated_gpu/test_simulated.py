@@ -35,7 +35,7 @@ finds = pytest.mark.finds
 
 
 def launch(*arguments) -> str:
-    """`./launch.sh ...` to its end; what it has printed."""
+    """Run `./launch.sh ...` to its end. Returns what it has printed."""
     done = forked.launch(*map(str, arguments))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -99,7 +99,7 @@ def test_the_whole_report_of_one_gpu_is_rehearsed(tmp_path, monkeypatch):
 
 
 def test_the_allocators_peaks_are_those_of_the_dry_run(tmp_path):
-    """To 0.25%, in bytes that were asked for: the allocator rounds them up to blocks, which is no engine's doing."""
+    """To 0.25%, in requested bytes, because the allocator rounds them up to blocks for every engine."""
     options = ["--preset", "tiny", "4"]
     launch("memory", *options, "--json", tmp_path / "fake")
     launch("memory", *options, "--device", "cuda", "--json", tmp_path / "cuda")  # as users run it
@@ -137,7 +137,7 @@ def test_trace(tmp_path):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda file: file.stem)
 def test_notebooks(file, tmp_path):
-    """Its cells, one after the other, without Jupyter: `%%writefile` is all that it would do."""
+    """Its cells, one after the other, without Jupyter, of which they need only `%%writefile`."""
     cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
     code = []
     for cell in cells:
@@ -236,7 +236,7 @@ def test_no_races_in_what_we_compare_with(on_all, name, dtype):
 
 
 def named(lines: list[str]) -> bool:
-    """Each finding names the two operations, their streams and the bytes, or the engine has raised an error."""
+    """Each finding has the two operations, their streams and the bytes, or the engine has raised an error."""
     return bool(lines) and all("stream" in line and "bytes" in line or "is freed" in line for line in lines)
 
 
@@ -268,11 +268,11 @@ def test_what_is_taken_out_of_a_chapter_is_missed(on_all, name):
 def test_loading_waits_for_copies(on_gpus, name):
     """On one rank. Several ranks first agree, and the host waits for that, which hides the race.
 
-    Reading a checkpoint hides it, too: what torch does there waits for the device, but does not promise to. So this
-    begins when all has been read.
+    Reading a checkpoint hides it too, because torch waits for the device there, although it does not promise to. So
+    this test begins after everything is read.
     """
     module, old, new, stage, _ = LOADING_LINES[name]
-    for _ in range(3):  # a busy machine has hidden it once: whatever else waits for the device hides it
+    for _ in range(3):  # on a busy machine something else may wait for the device, and hide the race
         (found,) = on_gpus(1, cases.loads_without, module=module, old=old, new=new, stage=stage)
         if found:
             break

@@ -1,1 +1,1 @@
-"""A step that one can watch: recorded from real ranks, and played in a page that needs nothing but a browser."""
+"""Watch a training step: it is recorded on real ranks, and played in a page that needs only a browser."""

@@ -1,4 +1,4 @@
-"""The page as a small GIF: a browser draws event after event, and Pillow puts the pictures together."""
+"""The page as a small GIF: a browser draws each event, and Pillow joins the pictures."""
 
 import io
 import math
@@ -28,7 +28,7 @@ return watch.rec.events.map((e) => [e[1], e[2]]);
 
 
 def check() -> None:
-    """Raises ValueError where there is nothing to draw with."""
+    """Raise ValueError if there is no browser or no Pillow."""
     if missing := chromium.missing():
         raise ValueError(f"--gif needs a browser: {missing}")
     try:
@@ -38,7 +38,7 @@ def check() -> None:
 
 
 def draw(page: str, file: Path, dark: bool = False) -> None:
-    """Write `page` (HTML), event by event, to the GIF `file`. Raises RuntimeError if it gets larger than a megabyte."""
+    """Write `page` (HTML), event by event, to the GIF `file`. Raises RuntimeError if it is larger than a megabyte."""
     from PIL import Image
 
     pictures = screenshots(page, dark)
@@ -71,16 +71,16 @@ def screenshots(page: str, dark: bool) -> list[tuple[bytes, int]]:
 
 
 def events_to_draw(events: list[tuple[int, str]]) -> list[int]:
-    """The indexes of (rank, what): what rank 0, whose code is shown, sends, frees and updates, and the last event.
+    """The indexes of the events of rank 0 (its code is shown) that send, free or update, and of the last event.
 
-    A long step is thinned out. The computations between these events show in the picture.
+    `events` are pairs (rank, what). A long step is thinned out. The picture shows the computations in between.
     """
     wanted = [k for k, (rank, what) in enumerate(events) if rank == 0 and what not in ("end", "compute")]
     return [*wanted[: -1 : math.ceil(len(wanted) / FRAMES)], len(events) - 1]
 
 
 def common_palette(frames: list):
-    """One palette for all, from frames of the whole step: colours that a frame lacks must not be lost for others."""
+    """One palette for all frames, made from frames of the whole step, so that no frame loses colours."""
     from PIL import Image
 
     some = frames[:: max(1, len(frames) // 8)]

@@ -1,4 +1,4 @@
-"""The ledger that also says where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
+"""A ledger that also records where bytes belong: to which unit or bucket, and to which ranks' cells of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ LAYERS = {PARAMETERS: (0, HELD), GATHERED: (0, WHOLE), GRADIENTS: (1, HELD), IN_
 
 @dataclass
 class Change:
-    """From `moment` on (whatever `clock` returns) a layer of a row has other bytes.
+    """From `moment` on (a value that `clock` returns) a layer of a row has a different number of bytes.
 
-    `cells` are the bytes in each of the N cells; `row` is None for bytes of state that no row is known for, and then
-    there is one number. `freed`: the last of a whole buffer has just been given back, `nbytes` of it.
+    `cells` are the bytes in each of the N cells. If the row of some state is not known, `row` is None and `cells` has
+    one number. `freed`: the last part of a whole buffer of `nbytes` was just freed.
     """
 
     moment: object
@@ -37,11 +37,11 @@ class Change:
 
 
 class CellLedger(PartsLedger):
-    """A `PartsLedger` that follows the bytes from one storage to the next, from outside.
+    """A `PartsLedger` that follows the bytes from one storage to the next, without help from the engine.
 
-    A bucket's buffers, a parameter and its optimizer state have a place from the start; a gradient has its parameter's;
-    what a collective or a copy fills has that of what it was filled from. `begin(engine)` twice before the step that
-    counts: DDP's buckets and the optimizer's state show only in a step.
+    A bucket's buffers, a parameter and its optimizer state have a place from the start. A gradient has its parameter's
+    place. A buffer that a collective or a copy fills has the place of its source. Call `begin(engine)` twice before the
+    recorded step, because DDP's buckets and the optimizer state exist only after a step.
 
     `rows`: see `rows_of`. `collective_rows`: for each collective since `begin`, in the order of issue, its row or None.
     """
@@ -67,7 +67,7 @@ class CellLedger(PartsLedger):
         super().begin(engine)
 
     def changes(self) -> Iterator[Change]:
-        """What each of the ledger's events did to the cells, in order; events of other parts are left out."""
+        """The changes of the cells at each of the ledger's events, in order, without events of other parts."""
         sizes, totals = {}, {}
         for event, (number, nbytes, *_, moment) in enumerate(self._events):
             part = self._part.get(number)
@@ -132,7 +132,7 @@ class CellLedger(PartsLedger):
                     self._put_updated(param, state, *self._home[id(param)])
 
     def _put_updated(self, param: torch.Tensor, state: dict, stretch: Stretch, index: int = 0) -> None:
-        """What the optimizer has of a parameter or a shard: its `state`, and the gradient."""
+        """Assign the optimizer's `state` of a parameter or a shard, and the gradient."""
         sharded = stretch.bucket is not None or stretch.by_parameter
         weights = stretch.own(self.rank) if sharded else stretch.of(index)
         for value in state.values():
@@ -170,7 +170,7 @@ class CellLedger(PartsLedger):
             alone = param.grad.untyped_storage().nbytes() <= param.grad.nbytes
             self.put_in(param.grad, stretch, stretch.of(index) if alone else stretch.whole())
 
-    # What torch dispatches.
+    # Operations that torch dispatches.
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -7,7 +7,7 @@ DRIVER = "chromedriver"
 
 
 def missing() -> str:
-    """What is not installed here, and how to get it; "" if all is there."""
+    """A message with what is not installed here and how to install it, or "" if nothing is missing."""
     if not any(map(shutil.which, NAMES)) or shutil.which(DRIVER) is None:
         return "no Chromium and chromedriver here (on Debian and Ubuntu: apt install chromium chromium-driver)"
     try:

@@ -1,7 +1,7 @@
-"""Record a training step of real ranks, and write a page that plays it beside the code.
+"""Record a training step on real ranks, and write a page that plays it next to the code.
 
 ./launch.sh watch zero3 2        ZeRO-3 on two ranks, and all other engines to compare it with: watch-zero3.html
-./launch.sh watch --bug 16       a bug from the museum beside the correct engine: watch-bug16.html
+./launch.sh watch --bug 16       a bug from the museum next to the correct engine: watch-bug16.html
 """
 
 import argparse
@@ -33,7 +33,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
     parser.add_argument("--engines", metavar="NAME,NAME", help="record only these, for example zero3,ddp")
     commands.add_engine_file(parser)
-    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum beside the right engine")
+    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum next to the correct engine")
     commands.add_preset(parser)
     commands.add_hardware(parser)
     commands.add_json(parser)
@@ -58,7 +58,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def settle(options: argparse.Namespace) -> None:
-    """Fill in what was not given. Raises ValueError for what cannot work."""
+    """Fill in defaults. Raises ValueError for options that cannot work."""
     config = preset(options.preset)
     options.seq = min(32, config.seq) if options.seq is None else options.seq
     for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
@@ -81,7 +81,7 @@ def settle_ranks(options: argparse.Namespace) -> None:
 
 
 def settle_engines(options: argparse.Namespace) -> None:
-    """What is recorded, `names` or `bug`, and with what the page opens, `opens`."""
+    """Choose what is recorded (`names` or `bug`), and the engine with which the page opens (`opens`)."""
     if options.bug is not None:
         if options.engine is not None or options.engines is not None:
             raise ValueError("--bug brings its own engine: leave out the other one")
@@ -120,7 +120,7 @@ def settle_files(options: argparse.Namespace) -> None:
 
 
 def check_memory(options: argparse.Namespace) -> None:
-    """Raises ValueError if the ranks need more memory than is free. A bug's model is always small."""
+    """Raise ValueError if the ranks need more memory than is free. A bug's model is always small."""
     if options.bug is None:
         device = process_group.choose(options.backend, options.device, 0, options.ranks, accelerator.count())[1]
         alone = {"engines": options.names, "timed_steps": 0}  # one engine is alive at a time
@@ -133,7 +133,7 @@ def runs_of(options: argparse.Namespace) -> list[Recordable]:
 
 @engine_file.named_in_errors()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
-    """What every rank does: it makes one recording after the other, and reports each when it is complete."""
+    """The program of every rank: make one recording after the other, and report each when it is complete."""
     ranks.begin(folder)
     device = "cpu" if options.bug is not None else options.device  # as the museum
     me = process_group.start("gloo" if options.bug is not None else options.backend, device)
@@ -141,7 +141,7 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
         seen = record(run, me, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
         ranks.say(folder, run.name, me.rank, seen)
-        if seen["error"] is not None:  # the others fail in this step, too: let them say how
+        if seen["error"] is not None:  # the other ranks fail in this step too: let them report it
             ranks.everyone(folder, run.name, me.world_size, 10)
             return
     process_group.stop()

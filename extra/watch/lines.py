@@ -1,4 +1,4 @@
-"""Which line of a chapter is at work, how the program came there, and which lines a step runs."""
+"""Find which line of a chapter is running, the calls that led there, and the lines that a step runs."""
 
 import ast
 import contextlib
@@ -16,10 +16,10 @@ Calls = tuple[tuple[int, int], ...]  # (chapter, line) of each call under way, t
 
 
 def calls() -> Calls:
-    """The calls that are under way in the chapters' functions. The last one has the line at work.
+    """The active calls of the chapters' functions. The last one has the running line.
 
-    gloo and, on a GPU, autograd have their own threads. What happens in one of these happens while the main thread is
-    at its own line, so that thread's calls come first.
+    gloo and, on a GPU, autograd have their own threads. An event in such a thread happens while the main thread is at
+    its own line, so the main thread's calls come first.
     """
     frames = [sys._getframe(1)]
     main = threading.main_thread().ident
@@ -34,7 +34,7 @@ def calls() -> Calls:
 
 
 def calls_of_error(traceback: TracebackType | None) -> Calls:
-    """The calls that were under way when an exception was raised."""
+    """The calls that were active when an exception was raised."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame.f_code, traceback.tb_lineno))

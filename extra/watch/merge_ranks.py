@@ -1,4 +1,4 @@
-"""One recording from those of all ranks, on one clock, as plain JSON. `FORMAT` describes it.
+"""Merge the recordings of all ranks into one, on one clock, as plain JSON. `FORMAT` describes it.
 
 The page computes everything that it shows from it.
 """
@@ -44,7 +44,7 @@ PHASES = {"1": "forward", "2": "backward"}
 
 
 def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
-    """One recording, from what `record_rank.record` returned on each rank."""
+    """One recording, from the results of `record_rank.record` on each rank."""
     origin = min(seen["begins"] for seen in ranks)
 
     def at(seconds: float) -> int:
@@ -184,7 +184,7 @@ def _short(cells: list[int]) -> int | list[int]:
 
 
 def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
-    """What the ledger has at every event, and at the highest moment between two events."""
+    """The ledger's bytes at every event, and at the highest moment between two events."""
     slots: dict[int, list] = {}
     for moment, parts in seen["live"]:
         moment = at(moment)

@@ -1,4 +1,4 @@
-"""The page: template, style, scripts and recordings in one HTML file that needs no server, network or library."""
+"""The page: template, style, scripts and recordings in one HTML file, which needs no server, network or library."""
 
 import html
 import json

@@ -1,4 +1,4 @@
-"""The recording of one rank: where its bytes are, what it computes, sends and waits for, and the line at work."""
+"""The recording of one rank: where its bytes are, what it computes, sends and waits for, and the running line."""
 
 import contextlib
 import time
@@ -61,9 +61,9 @@ class Watched(Timeline):
 
 
 class RecordingLedger(CellLedger):
-    """A `CellLedger` that also looks at the weights: when a unit computes, is gathered or updated, and at the end.
+    """A `CellLedger` that also samples the weights: when a unit computes, is gathered or updated, and at the end.
 
-    And it keeps the calls that led to each computation, to the update, and to each storage that is freed.
+    It also keeps the calls that led to each computation, to the update, and to each storage that is freed.
     """
 
     def __init__(self, *args):
@@ -93,7 +93,7 @@ class RecordingLedger(CellLedger):
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
     def _gathered(self, collectives: set[int]) -> set[int]:
-        """The rows whose weights are where all-gathers among these write. (FSDP2 copies them to a different place.)"""
+        """The rows whose weights are in the output of these all-gathers. (FSDP2 copies them to a different place.)"""
         gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
         rows = {self.collective_rows[number] for number in gathers} - {None}
         return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
@@ -112,7 +112,7 @@ class RecordingLedger(CellLedger):
 
 
 def units_of(rows: list[Row], names: set[str]) -> dict[str, list[int]]:
-    """{unit: indexes of the rows with its parameters}. "root" has what is in no unit."""
+    """{unit: indexes of the rows with its parameters}. "root" has the parameters outside all units."""
     found: dict[str, dict[int, None]] = {}
     for number, row in enumerate(rows):
         for name in parameters_of(row):

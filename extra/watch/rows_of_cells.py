@@ -14,9 +14,9 @@ from zerolab.measure.held import buckets_of
 
 @dataclass
 class Stretch:
-    """Parameters that are laid end to end and cut into N: a bucket of ours, or what stands for one.
+    """Parameters that are laid end to end and cut into N: one of our buckets, or its equivalent in another engine.
 
-    `offsets` and `numel` are in elements. With `by_parameter` each parameter is cut by itself, as FSDP2 does.
+    `offsets` and `numel` are in elements. With `by_parameter` each parameter is cut separately, as in FSDP2.
     """
 
     row: int
@@ -62,8 +62,8 @@ class Row:
 def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None) -> list[Row]:
     """The rows of an engine, from the model's input to its output.
 
-    `together` are DDP's buckets, which Python can only see by their gradients; without it, and for any engine that is
-    not known, a row is a unit.
+    `together` are DDP's buckets, which Python can see only through their gradients. Without it, and for any unknown
+    engine, a row is a unit.
     """
     if buckets_of(engine):
         numbered = [(f"bucket {number}", [bucket]) for number, bucket in enumerate(buckets_of(engine))]

@@ -1,4 +1,4 @@
-"""The recorded step: what is in the recording on real ranks, and the page in a real browser."""
+"""The recorded step: the recording on real ranks, and the page in a real browser."""
 
 import ast
 import json
@@ -34,19 +34,19 @@ def this_rank() -> Rank:
 
 
 def recorded(names: list[str]) -> list[dict]:
-    """What this rank saw of one step of each engine."""
+    """This rank's recording of one step of each engine."""
     options = Namespace(preset="toy", seq=32, batch=2, bucket_mb=None)
     return [record(of_engine(name, options), this_rank()) for name in names]
 
 
 def museum_runs(number: int) -> list[dict]:
-    """What this rank saw of the right engine and of the bug: of the step that the page shows."""
+    """This rank's recordings of the correct engine and of the bug, of the step that the page shows."""
     runs = of_exhibit(number)
     assert all(type(run.loop(this_rank(), 1)) is Loop for run in runs)  # the museum's own: its models, data and steps
     return [record(run, this_rank()) for run in runs]
 
 
-# What they find.
+# The recordings.
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def written(recordings, tmp_path_factory) -> Path:
 
 
 def ledger_at(recording: dict, rank: int, k: int) -> dict[str, int]:
-    """Live bytes by part at event `k`, as the memory ledger has them."""
+    """Live bytes by part at event `k`, from the memory ledger."""
     time, now = recording["events"][k][0], dict.fromkeys(PARTS, 0)
     for moment, *pairs in recording["live"][rank]:
         if moment <= time:
@@ -87,7 +87,7 @@ def cells_at(recording: dict, rank: int, k: int) -> dict[tuple, list[int]]:
 
 @pytest.mark.parametrize("name", TITLES)
 def test_every_byte_of_state_is_in_a_cell(recordings, name):
-    """At every event the cells add up to what the memory ledger says, part by part, and nothing is left over."""
+    """At every event the cells add up to the memory ledger's bytes, part by part, and nothing is left over."""
     recording = recordings[name]
     for rank in range(2):
         for k in range(len(recording["events"])):
@@ -106,7 +106,7 @@ def held(recording: dict, rank: int, k: int, column: int) -> list[list[bool]]:
 
 
 def test_what_is_cut_is_what_the_stage_cuts(recordings):
-    """Kept when the optimizer has updated: all cells or the own one, of parameters, gradients and optimizer state."""
+    """After the update a rank keeps all cells, or its own cell, of parameters, gradients and optimizer state."""
     cut = {"ddp": (0, 0, 0), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "fsdp2": (1, 1, 1)}
     for name, columns in cut.items():
         recording = recordings[name]
@@ -144,7 +144,7 @@ IN_ORDER = {
 
 @pytest.mark.parametrize("name", (*IN_ORDER, "fsdp2"))
 def test_collectives_and_frees_know_their_unit(recordings, name):
-    """Two blocks of one size: only who looks at the storages can tell their collectives apart."""
+    """Two blocks of the same size: only their storages distinguish their collectives."""
     for rank in range(2):
         events = events_of(recordings[name], rank)
         assert [unit for what, unit in events if what == "issue reduce-scatter"] == ["blocks.1", "blocks.0", "root"]
@@ -164,7 +164,7 @@ def test_collectives_and_frees_know_their_unit(recordings, name):
 
 
 def test_the_version_of_the_weights(recordings):
-    """In DDP a rank updates all; in ZeRO-1 and -2 its own cell, and the gather brings the other; in ZeRO-3 only it."""
+    """In DDP a rank updates all cells, else its own. In ZeRO-1 and -2 a gather brings the other cell."""
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
         recording = recordings[name]
         for rank in range(2):
@@ -183,7 +183,7 @@ def test_the_version_of_the_weights(recordings):
                     assert before == [0, 0] and after == [1, 1]
                     assert at == ([1, 1] if name == "ddp" else [max(v, 0) for v in own]), (name, rank, row)
                 assert moments[-1] <= end + 1e6
-        gathered = [v for _, _, _, layer, v in recording["versions"] if layer == 1]  # used before the update alone
+        gathered = [v for _, _, _, layer, v in recording["versions"] if layer == 1]  # used only before the update
         assert all(v in (0, [0, 0]) for v in gathered) and bool(gathered) == (name in ("zero3", "fsdp2"))
 
 
@@ -195,7 +195,7 @@ def test_the_command_is_one_process_that_starts_its_ranks_itself():
     assert asked == "" and words[1:] == ["extra.watch", "zero3", "--two"]
 
 
-REFUSED = {  # what is typed behind ./launch.sh watch: what is said
+REFUSED = {  # the arguments of ./launch.sh watch: the message
     "zero4": "no engine 'zero4': did you mean zero",
     "zero3 --preset 70b": "are free on this machine: take --preset",
     "zero3 1": "N must be 2 to 16 ranks, got '1'",
@@ -247,13 +247,13 @@ def test_only_what_was_asked_for_is_recorded():
     assert ["./launch.sh bug" in note for note in notes.values()] == [True, False, False]
 
 
-# How many ranks update in the recorded step: right ranks skip an overflow together, with bug 26 one does not.
+# How many ranks update in the recorded step: correct ranks skip an overflow together, with bug 26 one does not.
 UPDATED = {4: [2, 2], 21: [2, 0], 26: [0, 1]}
 
 
 @pytest.mark.parametrize("number", UPDATED)
 def test_a_bug_is_recorded_beside_the_right_engine(ranks, number):
-    """One of each kind: it sends something else, it stops, and its ranks do not skip a step together."""
+    """Three kinds of bugs: one sends something else, one stops, and in one the ranks do not skip a step together."""
     right, wrong = zip(*ranks(2).run(museum_runs, number=number))
     assert [sum(seen["updated"] is not None for seen in each) for each in (right, wrong)] == UPDATED[number]
     for mine, theirs in zip(right, wrong):
@@ -269,11 +269,11 @@ def test_a_bug_is_recorded_beside_the_right_engine(ranks, number):
 
 @pytest.fixture(scope="module")
 def browser(written):
-    """A WebDriver of selenium's, at the page."""
+    """A WebDriver of selenium with the page open."""
     if missing := chromium.missing():
         pytest.skip(missing)
     text = written.read_text()
-    # Whatever goes wrong in a script is kept, from the first line on.
+    # Every error in a script is kept, from the first line on.
     catch = "<script>window.wrong=[];addEventListener('error',(e)=>wrong.push(String(e.message)));</script>"
     copy = written.with_name("caught.html")
     copy.write_text(text.replace("<head>", "<head>" + catch, 1))
@@ -310,7 +310,7 @@ return watch.picture.panels.map((panel) => panel.rows.map(({columns}) => columns
 
 
 def test_the_picture_is_what_the_ledger_says_at_every_event(browser, recordings):
-    """Of every engine. Whole cells are counted in what is drawn, and compared with the ledger's bytes by part."""
+    """For every engine. The drawn whole cells are compared with the ledger's bytes by part."""
     for name, recording in recordings.items():
         drawn = browser.execute_script(
             "const draw = () => {" + DRAWN + "};"
@@ -327,7 +327,7 @@ def test_the_picture_is_what_the_ledger_says_at_every_event(browser, recordings)
                 for part, (column, layer) in LAYERS.items():
                     for number, (row, drawn_row) in enumerate(zip(recording["rows"], rows)):
                         size, kept = row["cells"][column], cells.get((number, column, layer), [0, 0])
-                        for cell in range(2):  # a second copy of the same is a number beside the cell, and no area
+                        for cell in range(2):  # a second copy is shown as a number next to the cell, not as an area
                             expected = min(1, kept[cell] / size) if size else 0
                             found = drawn_row[column][cell][layer]
                             assert abs(found - expected) < 0.02, (name, k, rank, part, number, cell)
@@ -362,7 +362,7 @@ def test_every_cell_is_where_its_labels_say(browser, recordings):
 
 
 def test_what_stands_beside_is_at_the_same_computation(browser, recordings):
-    """The other engine has begun as many computations on rank 0, at every event."""
+    """At every event the other engine has begun the same number of computations on rank 0."""
     begun = {name: [0] for name in ("zero3", "ddp")}
     for name, counts in begun.items():
         for _, rank, what, *_ in recordings[name]["events"]:
@@ -447,7 +447,7 @@ top.remove();
 
 
 def test_the_keyboard_alone(browser, recordings):
-    """From the body on, with no click and no script but to look."""
+    """From the body on, without clicks. Scripts only read the page."""
     from selenium.webdriver import Keys
 
     browser.execute_script("document.activeElement.blur(); watch.setBeside('')")
@@ -484,7 +484,7 @@ def test_the_keyboard_alone(browser, recordings):
 
 
 def test_ask_me_first(browser, recordings):
-    """Four answers: what the rank does next, or which line runs next. After the answer the page goes on."""
+    """Four answers: what the rank does next, or which line runs next. After the answer the page continues."""
     from selenium.webdriver import Keys
 
     recording = recordings["zero3"]
@@ -525,7 +525,7 @@ def test_ask_me_first(browser, recordings):
     press(browser, "a")
 
 
-# The code beside it.
+# The code next to the picture.
 
 
 def code_at(recording: dict, k: int) -> str:
@@ -537,7 +537,7 @@ def code_at(recording: dict, k: int) -> str:
 
 
 def caused(recording: dict, rank: int) -> list[tuple[int, str, int]]:
-    """(event, file, line) of a rank's events that a line of a chapter causes."""
+    """(event, file, line) of a rank's events that are caused by a line of a chapter."""
     found = []
     for k, (_, who, what, *more) in enumerate(recording["events"]):
         if who == rank and recording["lines"][k] >= 0 and not (what == "end" and not more[1]):
@@ -606,7 +606,7 @@ def test_the_calls_that_led_there(recordings):
 
 
 def test_the_line_of_an_event_in_a_thread():
-    """What happens in a thread of gloo's happens while the main thread is at its own line."""
+    """An event in one of gloo's threads happens while the main thread is at its own line."""
     text = "def chapter(run):\n    found = []\n    run(found)\n    return found\n"
     names = {}
     exec(compile(text, next(iter(lines.CHAPTERS)), "exec"), names)
@@ -651,7 +651,7 @@ def unused():
 
 
 def test_of_a_step_of_zero3(recordings):
-    """What runs at the build or not at all is idle; hooks of backward are not."""
+    """Lines that run only at the build, or never, are idle. Hooks of backward are not."""
     recording = recordings["zero3"]
     idle = {line for first, last in recording["idle"]["3"] for line in range(first, last + 1)}
     text = recording["chapters"]["3"].splitlines()
@@ -699,7 +699,7 @@ def test_the_line_at_work_is_marked_at_every_event(browser, recordings):
 
 
 def test_a_click_on_a_line_goes_to_its_next_event(browser, recordings):
-    """Every line that causes events, event after event and from the last one to the first; others stay."""
+    """For every line that causes events: one event after the other, and after the last one the first again."""
     for name in ("zero1", "zero2", "zero3"):
         recording = recordings[name]
         of_lines = {}
@@ -751,7 +751,7 @@ def test_the_same_line_by_key(browser, recordings):
 
 
 def test_two_engines_have_two_panes(browser, recordings):
-    """A line of the second one leads to its own event."""
+    """A line in the second pane leads to an event of the second engine."""
     browser.execute_script("watch.rank = 0; watch.open('zero3', 10); watch.setBeside('zero1')")
     (first, second) = browser.execute_script("""
         return ['code', 'code2'].map((id) => {
@@ -846,7 +846,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_what_is_kept_and_what_is_gathered_differ_in_grey():
-    """In both themes: the two layers of a column, and an empty cell, have other luminances; words can be read."""
+    """In both themes the two layers of a column and an empty cell have different luminances, and text is readable."""
     light, dark = Path(page.__file__).with_name("page.css").read_text().split("prefers-color-scheme: dark")
     for css in (light, dark):
         colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
@@ -860,7 +860,7 @@ def test_what_is_kept_and_what_is_gathered_differ_in_grey():
 
 
 def test_the_ready_page_is_what_the_templates_make():
-    """docs/watch.html needs nothing to be installed; it is made of the scripts as they are now."""
+    """docs/watch.html needs nothing to be installed, and is made of the present scripts."""
     recordings = page.recordings_of(watch_page.READY)
     assert watch_page.READY.read_text(encoding="utf-8") == page.build(recordings, "zero3")
     assert {recording["run"] for recording in recordings} == set(TITLES)
@@ -876,14 +876,14 @@ def code_only(source: str) -> str:
 
 
 def test_the_ready_page_has_the_chapters_code():
-    """Where this fails, record again: the README beside this file has the command."""
+    """If this fails, record again: the README next to this file has the command."""
     for recording in page.recordings_of(watch_page.READY):
         for number, source in recording["chapters"].items():
             assert code_only(source) == code_only(Path(f"zero{number}.py").read_text()), recording["run"]
 
 
 def test_the_folder_of_pages_has_a_first_page():
-    """docs/ can be served as it is: its index leads to the recorded step and to what is in README."""
+    """docs/ can be served without changes: its index leads to the recorded step and to the pages in README."""
     docs = watch_page.READY.parent
     links = re.findall(r'href="([^"#]+)', (docs / "index.html").read_text())
     assert "watch.html" in links and any("README" in link for link in links)

@@ -1,7 +1,7 @@
-"""Which version of the weights is in which cell: those before the update, those after it, or neither.
+"""Which version of the weights is in which cell: the weights before the update, after it, or neither.
 
-Found by looking at the weights themselves: up to `SAMPLES` elements of each cell are copied at some moments of a step,
-and compared afterwards with what the owner of the cell had before and after its update.
+It is found by sampling the weights: up to `SAMPLES` elements of each cell are copied at certain moments of a step. They
+are compared afterwards with the values that the owner of the cell had before and after its update.
 """
 
 import zlib
@@ -79,10 +79,10 @@ def _checksum(parts: list[torch.Tensor]) -> int:
 
 
 def versions_by_cell(ranks: list[list[tuple]], updates: list) -> list[list[tuple]]:
-    """For each rank [(moment, row, layer, [version of each of the N cells])] from what each has `seen()`.
+    """For each rank [(moment, row, layer, [version of each of the N cells])], from the `seen()` of all ranks.
 
-    A cell's owner is the rank of its number; what it had at its first look is BEFORE, at its first look from its update
-    (`updates`, the ranks' moments; None where it had none) on AFTER. A cell that is not there counts as NEITHER.
+    Rank j owns cell j. The owner's first look is BEFORE, and its first look after its update is AFTER. `updates` has
+    the moments of the ranks' updates, or None for a rank without one. A cell without memory counts as NEITHER.
     """
     before, after = {}, {}
     for rank, looks in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Python imports this first of all, where this folder is in PYTHONPATH: GPUs are simulated in this process.
+"""Python imports this before everything else if this folder is in PYTHONPATH. Then this process simulates GPUs.
 
 If a library of the same name is loaded already, the loader uses it for torch. So ours are loaded before torch is
 imported. LD_LIBRARY_PATH would not work, because torch's libraries have their own path, which comes first.
@@ -14,7 +14,7 @@ for name in ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2"):
 
 
 def exec_module(self, module, execute=SourceFileLoader.exec_module):
-    """Runs a module's file, as ever; after torch's the kernels are put in."""
+    """Run a module's file as usual. After torch's file, register the kernels."""
     execute(self, module)
     if module.__name__ == "torch":
         library = ctypes.CDLL(os.path.join(FOLDER, "libkernels.so"))
