@@ -70,7 +70,10 @@ def divide(
                 if moving is not None:  # two at a time count once, for the first
                     overlapped[moving.name] += seconds
         reached = moment
-        (going_on.append if begins else going_on.remove)(what)
+        if begins:
+            going_on.append(what)
+        else:
+            going_on.remove(what)
     late = {span.name for span in collectives if not span.end_known and span.start < end and span.end > begin}
     return {"step": end - begin, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
             "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip

@@ -32,9 +32,6 @@ def the_whole_model(model: GPT) -> list[nn.Module]:
     return [model]
 
 
-UNITS = {"layers": layers, "pairs of blocks": pairs_of_blocks, "the whole model": the_whole_model}
-
-
 def bucket_sizes(name: str) -> dict[str, dict]:
     """The engine `name` with buckets of different sizes, in MiB. With 0 each parameter is its own bucket."""
     variants = {"one parameter": {"name": name, "bucket_mb": 0}}
