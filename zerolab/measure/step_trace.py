@@ -6,7 +6,8 @@ wraps the methods of this one engine that gather, free and send.
 
 import contextlib
 import textwrap
-from unittest import mock
+from collections.abc import Callable
+from functools import partial
 
 from zerolab.measure import tables
 from zerolab.measure.held import buckets_of, has_gradient_buffers, held_bytes, storage_under, tensor_leaves
@@ -126,23 +127,26 @@ class UnitTrace(StepTrace):
         self._sent = 0.0
         self._watching = contextlib.ExitStack()
         for unit in self.engine.units:
-            self._watch(unit, "start_gather", before=lambda unit=unit: self._gathers(unit))
-            self._watch(unit, "free", before=lambda unit=unit: self._frees(unit))
-            hook = unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._add("compute", unit))
+            self._watch(unit, "start_gather", before=partial(self._gathers, unit))
+            self._watch(unit, "free", before=partial(self._frees, unit))
+            hook = unit.module.register_forward_pre_hook(partial(self._computes, unit))
             self._watching.callback(hook.remove)
-        self._watch(self.engine, "send", before=lambda unit: self._add("reduce", unit))
-        self._watch(self.engine, "before_backward", after=lambda unit: self._add("compute", unit))
+        self._watch(self.engine, "send", before=partial(self._add, "reduce"))
+        self._watch(self.engine, "before_backward", after=partial(self._add, "compute"))
 
-    def _watch(self, thing, method: str, before=lambda *_: None, after=lambda *_: None) -> None:
-        """Until `close`: call `before` and `after` with the arguments of each call of `thing`'s method."""
-        real = getattr(thing, method)
+    def _watch(self, thing, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
+        """Until `close`: call `before` or `after` with the arguments of each call of this method of `thing`."""
+        method = getattr(thing, name)
 
         def watched(*arguments):
-            before(*arguments)
-            real(*arguments)
-            after(*arguments)
+            if before is not None:
+                before(*arguments)
+            method(*arguments)
+            if after is not None:
+                after(*arguments)
 
-        self._watching.enter_context(mock.patch.object(thing, method, watched))
+        setattr(thing, name, watched)
+        self._watching.callback(delattr, thing, name)  # the class's method is there again
 
     def how_to_read(self) -> str:
         return UNITS
@@ -203,6 +207,10 @@ class UnitTrace(StepTrace):
         else:
             self._groups.append((verb, [unit.name]))
 
+    def _computes(self, unit, module, inputs) -> None:
+        """The unit's forward begins."""
+        self._add("compute", unit)
+
     def _gathers(self, unit) -> None:
         if not unit.allocated:
             if any(verb == "compute" for verb, _ in self._groups):
@@ -228,9 +236,9 @@ def named_collectives(engine, timeline: Timeline):
         name_of[bucket] = getattr(bucket, "name", f"bucket {index}")  # ZeRO-3's are units
         for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
             name_of[storage_under(tensor)._cdata] = name_of[bucket]
-    plain = getattr(engine, "send", None)  # ZeRO-1 sends all buckets at once, each from its own buffer
+    plain = getattr(engine, "send", None)  # ZeRO-1 has none: it sends each bucket from its own buffer
 
-    def send(bucket):
+    def send(bucket) -> None:
         sending.append(name_of[bucket])
         plain(bucket)
         sending.pop()
@@ -240,5 +248,10 @@ def named_collectives(engine, timeline: Timeline):
         span.unit = next(filter(None, names), sending[-1])
 
     timeline.on_collective = name
-    with mock.patch.object(engine, "send", send, create=True):
+    if plain is not None:
+        engine.send = send
+    try:
         yield
+    finally:
+        if plain is not None:
+            del engine.send  # the class's method is there again
