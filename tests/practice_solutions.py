@@ -1,4 +1,4 @@
-"""What readers may write into the blanks of the notebooks: functions, for test_practice.py."""
+"""Functions that readers may write into the blanks of the notebooks, for test_practice.py."""
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -222,7 +222,7 @@ def wrap_model_first(model):
         fully_shard(block)
 
 
-# (task, solution, a part of what the check prints)
+# (cell, solution, a part of what the check prints)
 CORRECT = [
     ("held", held, "all four stages"),
     ("cut", cut, "every length"),

@@ -17,6 +17,7 @@ from zerolab.run.ranks import ROOT
 from zerolab.teach import exercise
 from zerolab.teach.check import report as check
 from zerolab.teach.check import steps as check_steps
+from zerolab.teach.check.module import Unusable, load
 from zerolab.teach.exercise import generate
 from zerolab.teach.exercises import EXERCISES
 from zerolab.teach.exercises.kinds import Blank, ChapterExercise, Task
@@ -26,7 +27,7 @@ CHAPTERS = [name for name, each in EXERCISES.items() if isinstance(each, Chapter
 TASKS = [name for name, each in EXERCISES.items() if isinstance(each, Task)]
 
 
-# What students write: tests/solutions.
+# The files of students: tests/solutions.
 
 
 def students(name: str) -> dict[str, dict[str, str]]:
@@ -57,7 +58,7 @@ def source_of(node: ast.FunctionDef, text: str) -> str:
 
 
 def written(text: str, functions: dict[str, str]) -> str:
-    """The exercise's `text` with these functions in the place of its own."""
+    """The exercise's `text` with these functions in place of the text's."""
     for where, source in functions.items():
         if where != "found":
             node = exercise.find(ast.parse(text), where)
@@ -135,7 +136,7 @@ def test_only_the_blanks_are_taken_out(name):
 @pytest.mark.parametrize("name", CHAPTERS)
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_hints_come_in_levels(name, level):
-    """At level 0 there are only targets; each level has one hint more; `check --hint` gives those that are left."""
+    """At level 0 there are only targets. Each level has one more hint, and `check --hint` prints the rest."""
     text = generate(name, hints=level)
     assert max(len(line) for line in text.split("\n")) <= 120
     for blank in EXERCISES[name].blanks:
@@ -251,7 +252,8 @@ def task_files(pattern: str) -> list:
     found = []
     for name in TASKS:
         for file in sorted((SOLUTIONS / name).glob(pattern)):
-            quick = file.stem == "right" or name in ("hidden_reduction", "micro_batches")
+            quick = name in ("hidden_reduction", "micro_batches")
+            quick = quick or file.stem in ("right", "wrong_any_other_is_infinity")
             found.append(pytest.param(name, file, id=f"{name}-{file.stem}", marks=[] if quick else pytest.mark.long))
     return found
 
@@ -267,6 +269,15 @@ def test_mistakes_in_tasks_are_found(ranks, tmp_path, capsys, name, file):
     text = file.read_text()
     numbers = list(range(len(EXERCISES[name].checks)))
     fails(ranks_for(ranks, name), tmp_path, capsys, name, text, numbers, ast.get_docstring(ast.parse(text)))
+
+
+@pytest.mark.parametrize("line", ["import zero1", "from zero1 import *"])
+def test_a_file_that_imports_its_chapter_is_unusable(tmp_path, line):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{line}\n" + student_file("zero1", "Solution"))
+    for check_of_it in EXERCISES["zero1"].checks:
+        with pytest.raises(Unusable, match="it imports zero1.py, the chapter that it is to replace"):
+            load("zero1", str(file), check_of_it)
 
 
 # As a student runs it.

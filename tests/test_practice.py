@@ -1,4 +1,4 @@
-"""The steps to write in the notebooks: the check tells a blank, a correct solution and a mistake apart."""
+"""The cells to write in the notebooks: the check distinguishes a blank, a correct solution and a mistake."""
 
 import json
 import re
@@ -11,67 +11,67 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from zerolab.teach import practice
-from zerolab.teach.practice.tasks import TASKS
+from zerolab.teach.practice.cells import CELLS
 from zerolab.teach.practice.threads import on_threads
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 
 def blanks() -> dict[str, tuple[str, list[str]]]:
-    """{task: (the notebook's cell with the blank, the names that the cell below it checks)}"""
+    """{name of the cell: (the code with the blank, the names that the cell below it checks)}"""
     found = {}
     for file in NOTEBOOKS.glob("*.ipynb"):
         cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
         for above, below in pairwise("".join(cell["source"]) for cell in cells):
-            for task, given in re.findall(r'practice\.check\("(\w+)", (.+)\)', below):
-                found[task] = above, re.findall(r"\w+", given)
+            for name, given in re.findall(r'practice\.check\("(\w+)", (.+)\)', below):
+                found[name] = above, re.findall(r"\w+", given)
     return found
 
 
-def test_every_task_is_tried_here():
+def test_every_cell_is_tried_here():
     for several in (solutions.CORRECT, solutions.WRONG):
-        assert {task for task, *_ in several} == set(TASKS)
-    assert set(blanks()) == set(TASKS)
+        assert {cell for cell, *_ in several} == set(CELLS)
+    assert set(blanks()) == set(CELLS)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_notebooks_blank_is_not_yet_a_solution(task, capsys):
-    above, names = blanks()[task]
-    cell = {"torch": torch, "fully_shard": fully_shard}
-    exec(above, cell)
-    things = [cell[name] for name in names]
-    assert practice.check(task, things[0] if len(things) == 1 else tuple(things)) is False
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_notebooks_blank_is_not_yet_a_solution(cell, capsys):
+    above, names = blanks()[cell]
+    defined = {"torch": torch, "fully_shard": fully_shard}
+    exec(above, defined)
+    things = [defined[name] for name in names]
+    assert practice.check(cell, things[0] if len(things) == 1 else tuple(things)) is False
     assert capsys.readouterr().out.startswith("not yet: ")
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_hints_come_one_by_one(task, capsys):
-    hints = TASKS[task].hints
+@pytest.mark.parametrize("cell", CELLS)
+def test_hints_come_one_by_one(cell, capsys):
+    hints = CELLS[cell].hints
     practice._shown.clear()
     for hint in (*hints, hints[0]):
-        practice.hint(task)
+        practice.hint(cell)
         assert hint in capsys.readouterr().out
 
 
-def check(task, solution, said, begins, is_correct, capsys):
-    assert practice.check(task, solution) is is_correct
+def check(cell, solution, said, begins, is_correct, capsys):
+    assert practice.check(cell, solution) is is_correct
     printed = capsys.readouterr().out
     assert printed.startswith(begins) and said in printed, printed
 
 
-@pytest.mark.parametrize("task, solution, said", solutions.CORRECT)
-def test_a_correct_solution(task, solution, said, capsys):
-    check(task, solution, said, "correct: ", True, capsys)
+@pytest.mark.parametrize("cell, solution, said", solutions.CORRECT)
+def test_a_correct_solution(cell, solution, said, capsys):
+    check(cell, solution, said, "correct: ", True, capsys)
 
 
-@pytest.mark.parametrize("task, solution, said", solutions.NOT_YET)
-def test_half_of_a_solution_is_not_yet_one(task, solution, said, capsys):
-    check(task, solution, said, "not yet: ", False, capsys)
+@pytest.mark.parametrize("cell, solution, said", solutions.NOT_YET)
+def test_half_of_a_solution_is_not_yet_one(cell, solution, said, capsys):
+    check(cell, solution, said, "not yet: ", False, capsys)
 
 
-@pytest.mark.parametrize("task, solution, said", solutions.WRONG)
-def test_a_mistake(task, solution, said, capsys):
-    check(task, solution, said, "not correct yet: ", False, capsys)
+@pytest.mark.parametrize("cell, solution, said", solutions.WRONG)
+def test_a_mistake(cell, solution, said, capsys):
+    check(cell, solution, said, "not correct yet: ", False, capsys)
 
 
 def test_the_threads_collectives_are_torchs(monkeypatch):

@@ -24,7 +24,7 @@ class Case:
     """`train(cls, group, seed)` trains a little with an engine class. `at` is how a finding describes the case.
 
     With `memory` bytes are counted and not values, in a group that moves nothing, because gloo keeps its own buffers.
-    With `alone` this rank is alone in its group.
+    With `alone` the group has only this rank.
     """
 
     train: Callable
@@ -53,7 +53,7 @@ def groups_of(world) -> types.SimpleNamespace:
 
 
 def build(cls, group, seed: int, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=None, **options):
-    """An engine. Each rank builds a model with different weights; all must start with those of the first rank."""
+    """An engine. Each rank builds a model with different weights; all must start with rank 0's."""
     if cls.__name__ != "ZeRO3" and bucket_bytes is not None:
         options["bucket_mb"] = bucket_bytes / 2**20
     model = models.seeded(make, 100 * seed + dist.get_rank(), dtype)
@@ -84,7 +84,7 @@ def must_raise(what: str, function: Callable) -> None:
         raise Differs(what, "a RuntimeError", "no error")
 
 
-# What is done.
+# The trainings.
 
 
 def two_steps(cls, group, seed: int, **options) -> None:

@@ -31,7 +31,7 @@ REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclass
 class Call:
-    """What one call of the watched function `where` has done."""
+    """The effects of one call of the watched function `where`."""
 
     where: str
     state: State
@@ -46,7 +46,7 @@ class Call:
 
 
 class Run:
-    """What is seen of the watched functions ("Class.method" or "function") while one case trains an engine."""
+    """All calls of the watched functions ("Class.method" or "function") while one case trains an engine."""
 
     def __init__(self, case: Case, watched: tuple[str, ...]):
         self.case, self.watched = case, watched
@@ -114,7 +114,7 @@ class Run:
 
 
 class Comparison:
-    """Of what the watched functions do in the chapter's run and in a student's. A difference is raised as `Differs`.
+    """Compares what the watched functions do in the chapter's run and in a student's. Raises a difference as `Differs`.
 
     The student's run is started after this, with `expected`, and compared when it is over.
     """
@@ -171,7 +171,7 @@ class Comparison:
         self._at_most(f"bytes alive after {call}, more than before it", right.kept + SLACK, wrong.kept)
 
     def _compare_half_made(self) -> None:
-        """What `__init__` had made before an error may be the cause of it."""
+        """Compare the state that `__init__` had made before an error: it may be the cause of the error."""
         made, number = self.wrong.half_made, len(self.wrong.calls)
         if made is None or isinstance(self.wrong.ended, NotImplementedError) or number == len(self.calls):
             return

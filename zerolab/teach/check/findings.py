@@ -1,8 +1,8 @@
-"""What a check finds: one difference, with what was expected and what was found."""
+"""A difference that a check finds: the expected value and the found one."""
 
 
 class Differs(AssertionError):
-    """Something is not as it must be."""
+    """A value or an event differs from the expected one."""
 
     def __init__(self, what: str, expected, found):
         super().__init__(f"{what}: expected {expected}, found {found}")
@@ -10,7 +10,7 @@ class Differs(AssertionError):
         self.call = None  # the index of the watched call after which it was found
 
 
-def expect(right, what: str, expected, found) -> None:
-    """Raise `Differs` unless `right`."""
-    if not right:
+def expect(condition, what: str, expected, found) -> None:
+    """Raise `Differs` unless the condition is true."""
+    if not condition:
         raise Differs(what, expected, found)

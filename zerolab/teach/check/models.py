@@ -59,7 +59,7 @@ class BiasLast(Odd):
 
 
 class SharedInside(nn.Module):
-    """Two units that hold the same layer, beside others of their own. 11 rows, so that tied weights are uneven."""
+    """Two units that hold the same layer, next to their own layers. 11 rows, so tied weights have an odd size."""
 
     def __init__(self):
         super().__init__()
@@ -170,14 +170,14 @@ def _generator(step: int, rank: int) -> torch.Generator:
 
 
 def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (4, 6), classes (4,)), different for every rank and step."""
+    """Tokens of shape (4, 6) and 4 classes, different for every rank and step."""
     generator = _generator(step, rank)
     inputs = torch.randint(11, (4, 6), generator=generator)
     return inputs, torch.randint(3, (4,), generator=generator)
 
 
 def vectors(step: int, rank: int, width: int, rows: int = 1, dtype: torch.dtype = torch.float64):
-    """(inputs (rows, width), targets (rows, width)), different for every rank and step."""
+    """Inputs and targets of shape (rows, width), different for every rank and step."""
     generator = _generator(step, rank)
     inputs = torch.randn(rows, width, generator=generator, dtype=dtype)
     return inputs, torch.randn(rows, width, generator=generator, dtype=dtype)

@@ -6,7 +6,6 @@ So until a function of the blank is called for the first time, both runs have th
 import ast
 import contextlib
 import inspect
-import sys
 import textwrap
 import types
 from pathlib import Path
@@ -64,6 +63,17 @@ def _with_one_blank(exercise: ChapterExercise, text: str, blank: Blank) -> ast.M
     return tree
 
 
+def _imported(tree: ast.Module) -> set[str]:
+    """The modules that this code imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
 def _run(tree: ast.Module, name: str, file: str) -> types.ModuleType:
     """A module of this code, which is called `file` in errors."""
     module = types.ModuleType(name)
@@ -79,25 +89,19 @@ def chapter(exercise: ChapterExercise) -> types.ModuleType:
 def load(name: str, file: str, check) -> types.ModuleType:
     """The student's file. If `check` is a blank, all other blanks are the chapter's. Raises Unusable."""
     exercise = EXERCISES[name]
-    is_chapter = isinstance(exercise, ChapterExercise)
-    known = sys.modules.get(exercise.chapter)
     try:
         text = Path(file).read_text()
-        try:
-            tree = _with_one_blank(exercise, text, check) if isinstance(check, Blank) else ast.parse(text)
-            find(tree, exercise.engine)  # it must be defined in the file, and not imported
-        except LookupError as error:
-            raise Missing(f"{error} in it, which this exercise asks for") from error
-        if is_chapter:
-            sys.modules[exercise.chapter] = None  # importing the chapter that is written anew is an error
-        return _run(tree, f"student_{name}", file)
+        tree = ast.parse(text)
     except SyntaxError as error:
         raise Unusable(f"line {error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise Unusable(str(error)) from error
-    except ImportError as error:
-        if is_chapter and error.name == exercise.chapter:
-            raise Unusable(f"it imports {exercise.chapter}.py, the chapter that it is to replace") from error
-        raise
-    finally:
-        sys.modules[exercise.chapter] = known
+    if isinstance(exercise, ChapterExercise) and exercise.chapter in _imported(tree):
+        raise Unusable(f"it imports {exercise.chapter}.py, the chapter that it is to replace")
+    try:
+        if isinstance(check, Blank):
+            tree = _with_one_blank(exercise, text, check)
+        find(tree, exercise.engine)  # it must be defined in the file, and not imported
+    except LookupError as error:
+        raise Missing(f"{error} in it, which this exercise asks for") from error
+    return _run(tree, f"student_{name}", file)

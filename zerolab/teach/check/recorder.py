@@ -1,4 +1,4 @@
-"""Writes down the collectives of a run: when they were waited for, and whether their input stayed as it was."""
+"""Records the collectives of a run: whether they were waited for, and whether their input was changed meanwhile."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ class Issued:
     given: torch.Tensor | None  # a copy of its input
     outputs: set[int]  # the storages that it writes to
     in_flight: bool = False
-    spoilt: bool = False  # its input was changed or freed before somebody waited for it
+    spoilt: bool = False  # its input was changed or freed before the wait
 
     def __str__(self):
         dtype = "" if self.given is None else f" in {self.given.dtype}"
@@ -81,8 +81,8 @@ class Work:
 class Recorder:
     """`with recorder.recording():` writes down what the functions of torch.distributed start; `issued` since `begin`.
 
-    `count` is how many collectives were started or waited for in all, and `last` the name of the last of them. That is
-    also written to the file `note`, for whoever finds this rank dead.
+    `count` is how many collectives were started or waited for in all, and `last` the name of the last of them. It is
+    also written to the file `note`, so that the report can name it if this rank dies.
     """
 
     def __init__(self, file: str, note: Path):
@@ -113,7 +113,7 @@ class Recorder:
                 )
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.multiple(dist, **functions))
-            # The chapters' names for two of torch's functions.
+            # The chapters' names for two torch functions.
             patches.enter_context(mock.patch.object(zero1, "all_gather", functions["all_gather_single"]))
             patches.enter_context(mock.patch.object(zero2, "reduce_scatter", functions["reduce_scatter_single"]))
             yield

@@ -51,7 +51,7 @@ def merge(verdicts: list[dict]) -> dict:
 
 
 def paragraph(check, verdict: dict, shown: str, source: list[str]) -> str:
-    """What the report says about one step."""
+    """The report's paragraph about one step."""
     status, loading, line = verdict["status"], verdict.get("loading"), verdict.get("line")
     sign = "HANGS" if verdict.get("error", "").startswith("hangs") else SIGNS[status]
     lines = [f"{sign:<9} {'the file itself, before any step' if loading else check.title}"]
@@ -163,7 +163,7 @@ def examined(file: Path, options: argparse.Namespace) -> dict:
     report, lines = Report(checks, _shown(file), text), lines_of_blanks(text)
     while not (edited(text) or report.over):  # nothing is written: no rank is needed
         title = checks[len(report.verdicts)].title
-        line = lines.get(title, max(lines.values()))  # a task's targets have no line of their own
+        line = lines.get(title, max(lines.values()))  # a task's targets have no line
         report.add([{"status": "open", "task": title, "line": line}])
     on_ranks(report, file, options)
     print_end(report, options.name, options.hint)

@@ -1,4 +1,4 @@
-"""What an engine, a bucket, a unit or a reduction holds at a moment: all tensors and plain values, by their paths."""
+"""The state of an engine, a bucket, a unit or a reduction: all tensors and plain values, by their paths."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What `./launch.sh check` runs on every rank: try the student's blanks or targets, and write down the verdicts.
+"""The part of `./launch.sh check` that runs on every rank: it tries the student's blanks or targets.
 
 `report.py` starts the ranks and reads the verdicts.
 """
@@ -34,7 +34,7 @@ class Examination:
         self.name, self.exercise = name, EXERCISES[name]
         self.folder, self.seconds, self.seed, self.rank = folder, seconds, seed, dist.get_rank()
         self.recorder = Recorder(os.path.realpath(file), Path(folder, f"now.{self.rank}"))
-        self.right: dict[Case, Run] = {}  # what the chapter does, for all blanks
+        self.right: dict[Case, Run] = {}  # the chapter's runs, for all blanks
 
     def exchange(self, item, verdict: dict) -> list[dict | None]:
         """Write down this rank's verdict on an item. Returns the verdicts of all ranks."""
@@ -115,7 +115,7 @@ def diverged(verdicts: list[dict | None]) -> bool:
 
 
 def verdict_of(error: BaseException, recorder: Recorder) -> dict:
-    """What an exception that came out of a case means."""
+    """The verdict for an exception that a case has raised."""
     trace = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in trace if frame.filename == recorder.file]
     line, message = lines[-1] if lines else None, str(error)

@@ -1,4 +1,8 @@
-"""The exercises and tasks, a file each: what is to write, hints and targets. `starts/` has what a task begins with."""
+"""The exercises, a file each, with hints and targets: chapters with blanks, and tasks.
+
+A task extends a chapter by a class of yours. `starts/` has the files that the tasks begin with. The cells that readers
+write in notebooks are in zerolab/teach/practice.
+"""
 
 from zerolab.teach.exercises import (
     clip_gradients,

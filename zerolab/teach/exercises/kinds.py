@@ -1,4 +1,4 @@
-"""What an exercise is: a chapter with blanks, or a task that is in no chapter."""
+"""The two kinds of exercise: a chapter with blanks, and a task, which extends a chapter by a class of yours."""
 
 from dataclasses import dataclass, field
 
@@ -45,7 +45,7 @@ class WholeFile:
 
 @dataclass(frozen=True)
 class Target:
-    """What a task demands of a `number` that is measured (check/tasks.py).
+    """A demand of a task on a `number` that check/tasks.py measures.
 
     `least` is a number, `most` a fraction of what the chapter has in the same training. Without a number the target is
     the chapter's weights.
@@ -79,7 +79,7 @@ class ChapterExercise:
 
     @property
     def checks(self) -> tuple:
-        """What gives a point: each blank by itself, then the whole file."""
+        """The checks, a point each: every blank by itself, then the whole file."""
         return *self.blanks, WholeFile()
 
 

@@ -9,13 +9,10 @@ LAY_OUT = Blank(
     last="self.own",
     hints=(
         "Which sizes must be multiples of what, and which of them depends on N? What if all parameters are empty?",
-        "Set self.offsets (where each parameter begins), self.shard_numel and self.numel (the sizes of one "
-        "shard and of "
-        "the buffer) and self.own (the slice of the buffer that is this rank's shard). Every parameter and "
-        "every shard "
-        "begins at a multiple of `align`. N rarely divides what there is, so zeros fill the rest. A shard has "
-        "at least "
-        "one element. The rank in the group is dist.get_rank(group).",
+        "Set self.offsets: where each parameter begins. Set self.shard_numel and self.numel: the sizes of one shard "
+        "and of the buffer. Set self.own: the slice of the buffer that is this rank's shard. Every parameter and "
+        "every shard begins at a multiple of `align`. N rarely divides the sum, so zeros fill the rest. A shard has "
+        "at least one element. The rank in the group is dist.get_rank(group).",
     ),
     target="about {lines} lines; no more padding than needed",
     read="the picture in Bucket's docstring",
@@ -25,11 +22,10 @@ FLATTEN = Blank(
     where=("Bucket.flatten", "Bucket.lay_out", "Bucket.place"),
     compared=("Bucket.flatten",),
     hints=(
-        "After this, whoever writes to the buffer must have written to the model. What makes a weight a view?",
+        "After this, a write to the buffer must change the model. How does a weight become a view?",
         "`place` is a view of the buffer, in the parameter's shape, that begins at the parameter's offset. `lay_out` "
-        "makes a new buffer of self.numel elements, zeros, and copies each tensor to its place. `flatten` lays "
-        "out the "
-        "parameters, makes each param.data its place in the buffer, has all ranks start with rank 0's weights "
+        "makes a new buffer of self.numel elements, zeros, and copies each tensor to its place. `flatten` lays out "
+        "the parameters, makes each param.data its place in the buffer, has all ranks start with rank 0's weights "
         "(broadcast_whole([flat], self.group)), and returns the buffer.",
     ),
     target="about {lines} lines; the weights are views of the buffer, and the old memory is free",
@@ -40,7 +36,7 @@ SHARD = Blank(
     where=("Bucket.make_shard", "Bucket.make_gradient"),
     hints=(
         "The optimizer updates the shard, and the model must see it. Backward adds to param.grad, and the bucket must "
-        "have it. Which of these need memory of their own?",
+        "have it. Which of these need their own memory?",
         "The shard is a part of self.flat, self.own, and shares its memory. It must be a leaf for the optimizer, so "
         "detach it. self.gradient is a buffer like self.flat, zeros. self.grads is a list with the place of each "
         "parameter in it: `zero_grad` makes these views the param.grad.",
@@ -56,23 +52,22 @@ REDUCE = Blank(
         "After the collective every rank has a sum. Which part of it does this rank need, and must it be copied?",
         "`start_reduce` starts to sum bucket.gradient over the ranks in place (dist.all_reduce, group=self.group, "
         "async_op=True) and returns the work. After somebody has waited for it, `finish_reduce` divides by N "
-        "(self.world_size) and sets bucket.shard.grad to this rank's part, bucket.own. Dividing first is correct too.",
+        "(self.world_size) and sets bucket.shard.grad to this rank's part, bucket.own. Dividing first is correct "
+        "too.",
     ),
-    target="about {lines} lines; sends 2Ψ elements (times (N-1)/N, as everything that is sent); no second copy",
+    target="about {lines} lines. It sends 2Ψ elements, times (N-1)/N like every collective, and makes no second copy",
     read="the arithmetic at the top of the file; ZeRO paper, section 5.1",
 )
 REDUCE_ALL = Blank(
     title="Step 3: reduce all buckets",
     where=("ZeRO1.reduce_gradients",),
     hints=(
-        "Why is it better to start all buckets before the first one is waited for? What must happen before "
-        "anything is "
-        "sent?",
+        "Why is it better to start all buckets before the first one is waited for? What must happen before anything "
+        "is sent?",
         "self.check_gradients() raises an error for a gradient that is not in its bucket: before the first "
-        "collective, "
-        "else the other ranks wait forever. Start all of self.buckets (self.start_reduce returns the work), then wait "
-        "for each work and finish its bucket (self.finish_reduce). From here on self.reduced is True and self.cleared "
-        "is False. If self.reduced is True already, there is nothing to do.",
+        "collective, else the other ranks wait forever. Start all of self.buckets (self.start_reduce returns the "
+        "work), then wait for each work and finish its bucket (self.finish_reduce). From here on self.reduced is "
+        "True and self.cleared is False. If self.reduced is True already, there is nothing to do.",
     ),
     target="about {lines} lines; all buckets in flight at once",
     read="the docstring above the blank",
@@ -81,12 +76,13 @@ GATHER = Blank(
     title="Step 5: gather the shards into the weights",
     where=("Bucket.gather", "gather_parameters"),
     hints=(
-        "Who has the new values of which part, and where must they arrive so that the model sees them without a copy?",
+        "Which rank has the new values of which part, and where must they arrive so that the model sees them without "
+        "a copy?",
         "The weights are views of self.flat, so an all-gather into self.flat is all that is needed. This rank sends "
         "self.shard, detached. all_gather(output, input, group=..., async_op=True) returns the work: return it. "
         "`gather_parameters` starts all buckets and then waits for each.",
     ),
-    target="about {lines} lines; sends Ψ elements in all; not a byte more memory",
+    target="about {lines} lines. It sends Ψ elements in all, and needs no more memory",
     read="Bucket.flatten, which makes the weights views",
 )
 STEP = Blank(
@@ -95,8 +91,8 @@ STEP = Blank(
     hints=(
         "Which of the three needs what another one leaves behind?",
         "self.reduce_gradients(), then the optimizer's step, then gather_parameters(self.buckets). Wrap each in "
-        'record_function("step 3 reduce gradients"), "step 4 update the shard", "step 5 gather parameters": '
-        "that is how a profile shows the steps. After the last one self.reduced is False.",
+        'record_function("step 3 reduce gradients"), "step 4 update the shard", "step 5 gather parameters": that is '
+        "how a profile shows the steps. After the last one self.reduced is False.",
     ),
     target="about {lines} lines; optimizer state 8Ψ/N bytes",
     read="the arithmetic at the top of the file; take_over, which gives the optimizer the shards",
@@ -104,8 +100,7 @@ STEP = Blank(
 
 EXERCISE = ChapterExercise(
     chapter="zero1",
-    goal="holds 4Ψ bytes of parameters, 4Ψ of gradients, 8Ψ/N of optimizer state, with Ψ parameters in the "
-    "model; sends "
-    "3Ψ elements: all-reduce, then all-gather",
+    goal="holds 4Ψ bytes of parameters, 4Ψ of gradients and 8Ψ/N of optimizer state, for Ψ parameters in the model. "
+    "It sends 3Ψ elements: all-reduce, then all-gather",
     blanks=(LAY_OUT, FLATTEN, SHARD, REDUCE, REDUCE_ALL, STEP, GATHER),
 )

@@ -13,12 +13,12 @@ REDUCE = Blank(
         "is its output?",
         "The all-reduce of the chapter brings every rank all averaged gradients, and it uses 1/N of them. A "
         "reduce-scatter brings only this rank's shard: dist.reduce_scatter_single(shard, whole, group=self.group, "
-        "async_op=True), with a shard of bucket.shard_numel elements. `start_reduce` returns the work. The whole must "
-        "stay alive and unchanged until somebody has waited for it. `finish_reduce` divides by N "
-        "(self.world_size) and "
-        "leaves the mean in bucket.shard.grad.",
+        "async_op=True), with a shard of bucket.shard_numel elements. `start_reduce` returns the work. The whole "
+        "must stay alive and unchanged until somebody has waited for it. `finish_reduce` divides by N "
+        "(self.world_size) and leaves the mean in bucket.shard.grad.",
     ),
-    target="about {lines} lines; sends Ψ elements here and 2Ψ in all; gradients held at most 4Ψ + 4Ψ/N bytes",
+    target="about {lines} lines. It sends Ψ elements here and 2Ψ in all, and holds at most 4Ψ + 4Ψ/N bytes of "
+    "gradients",
     read="the last paragraph of the docstring of Reduction in zero2.py; ZeRO paper, section 7",
 )
 
@@ -36,8 +36,8 @@ def finish_reduce(self, bucket):
 
 EXERCISE = ChapterExercise(
     chapter="zero1",
-    goal="holds what ZeRO-1 holds, and sends 2Ψ elements, like DDP, and not 3Ψ: reduce-scatter, then all-gather (the "
-    "other bodies are the chapter's: solve zero1 first)",
+    goal="holds what ZeRO-1 holds, and sends 2Ψ elements, like DDP, and not 3Ψ: reduce-scatter, then all-gather. The "
+    "other bodies are the chapter's, so solve zero1 first",
     blanks=(REDUCE,),
     answers={"ZeRO1.start_reduce": start_reduce, "ZeRO1.finish_reduce": finish_reduce},
 )

@@ -7,12 +7,11 @@ LAY_OUT = Blank(
     where=("Reduction.lay_out_gradients", "take_gradients"),
     compared=("Reduction.lay_out_gradients",),
     hints=(
-        "Where must each gradient be so that cutting the buffer into N parts is cutting the parameters? How "
-        "many copies "
-        "of a bucket's gradients are alive while you do it?",
+        "Where must each gradient be so that cutting the buffer into N parts is cutting the parameters? How many "
+        "copies of a bucket's gradients are alive while you do it?",
         "self.bucket.lay_out(tensors, dtype) makes the whole buffer; the dtype is self.bucket.flat's. It takes one "
-        "tensor after the other, so `take_gradients` yields one gradient at a time, with param.grad None by then, and "
-        "each gradient is free as soon as it is copied.",
+        "tensor after the other, so `take_gradients` yields one gradient at a time, with param.grad None by then, "
+        "and each gradient is free as soon as it is copied.",
     ),
     target="about {lines} lines; no param.grad is left; one gradient more than the buffer is alive, and no second copy",
     read="Bucket.lay_out in zero1.py; the table in Reduction's docstring",
@@ -22,17 +21,15 @@ REDUCE = Blank(
     where=("Reduction.start", "Reduction.finish", "Reduction.average", "Reduction.deliver"),
     compared=("Reduction.start", "Reduction.finish"),
     hints=(
-        "Who still reads the buffer after the call has returned? Which names keep the large buffer alive? What if the "
-        "shard has a gradient from an earlier backward already?",
+        "Which code still reads the buffer after the call has returned? Which names keep the large buffer alive? What "
+        "if the shard has a gradient from an earlier backward already?",
         "`start` keeps the work of reduce_scatter(output, input, group=self.bucket.group, async_op=True) as "
-        "self.work: "
-        "from self.flat into self.shard. `finish` waits for it, lets go of the whole buffer (self.flat = None), and "
-        "calls `average`, which divides self.shard by N (self.bucket.world_size), and `deliver`, which makes "
-        "self.shard "
-        "the gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is correct too.",
+        "self.work: from self.flat into self.shard. `finish` waits for it, lets go of the whole buffer (self.flat = "
+        "None), and calls `average`, which divides self.shard by N (self.bucket.world_size), and `deliver`, which "
+        "makes self.shard the gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is "
+        "correct too.",
     ),
-    target="about {lines} lines; sends Ψ elements; of the whole gradients not a byte is left; gradients held "
-    "4Ψ/N bytes",
+    target="about {lines} lines. It sends Ψ elements. Nothing is left of the whole gradients: 4Ψ/N bytes are held",
     read="the first paragraph at the top of the file; the table in Reduction's docstring",
 )
 SEND = Blank(
@@ -43,9 +40,9 @@ SEND = Blank(
         "Sending is quick and travelling is slow. When must the previous bucket have arrived, so that never more than "
         "two buckets are whole?",
         "`send` receives the previous bucket (self.receive()) first, then makes this one's Reduction "
-        "(self.make_reduction(bucket)), keeps it as self.in_flight and starts it. `receive` finishes the one "
-        "in flight, "
-        'if there is one, and sets self.in_flight to None. The label is record_function("step 3 reduce gradients").',
+        "(self.make_reduction(bucket)), keeps it as self.in_flight and starts it. `receive` finishes the one in "
+        'flight, if there is one, and sets self.in_flight to None. The label is record_function("step 3 reduce '
+        'gradients").',
     ),
     target="about {lines} lines; two buckets of whole gradients at most: this one, and the one that backward fills",
     read="the drawing of backward at the top of the file",
@@ -54,14 +51,11 @@ IN_TURN = Blank(
     title="Step 3: inside backward, send the buckets whose turn has come",
     where=("ZeRO2.send_complete",),
     hints=(
-        "Two ranks may complete their buckets in different orders. What would the third collective of one rank "
-        "meet on "
-        "the other?",
-        "Backward calls this after each gradient. self.turn is the index of the bucket that is sent next, and "
-        "a bucket "
-        "is complete when its `missing` is empty. While the bucket whose turn it is is complete, send it with "
-        "self.send "
-        "and go on to the next. Stop after the last.",
+        "Two ranks may complete their buckets in different orders. What would the third collective of one rank meet "
+        "on the other?",
+        "Backward calls this after each gradient. self.turn is the index of the bucket that is sent next, and a "
+        "bucket is complete when its `missing` is empty. While the bucket whose turn it is is complete, send it with "
+        "self.send and go on to the next. Stop after the last.",
     ),
     target="about {lines} lines; each bucket is sent once, inside backward, in the order of self.buckets on every rank",
     read="the docstring above the blank",
@@ -73,10 +67,9 @@ ON_GRADIENT = Blank(
     hints=(
         "How does a stage know that a bucket is complete? And how, that another backward has begun before the step?",
         "`expect_gradients` sets self.turn to 0 and the `missing` of each bucket to the set of its params. "
-        "`on_gradient` "
-        "calls it when all buckets were sent already: then this is the first gradient of another backward. It checks "
-        "the gradient, check_gradient(bucket, param), removes the parameter from what is missing in its bucket "
-        "(self.bucket_of[param]), and calls self.send_complete().",
+        "`on_gradient` calls it when all buckets were sent already: then this is the first gradient of another "
+        "backward. It checks the gradient, check_gradient(bucket, param), removes the parameter from what is missing "
+        "in its bucket (self.bucket_of[param]), and calls self.send_complete().",
     ),
     target="about {lines} lines; correct for several backwards before a step",
     read="the drawing of backward at the top of the file; the docstring of check_gradient",
@@ -94,8 +87,8 @@ END = Blank(
 
 EXERCISE = ChapterExercise(
     chapter="zero2",
-    goal="holds 4Ψ bytes of parameters, 4Ψ/N of gradients, 8Ψ/N of optimizer state, with Ψ parameters in the "
-    "model; in "
-    "backward at most two buckets of whole gradients more; sends 2Ψ elements: reduce-scatter, then all-gather",
+    goal="holds 4Ψ bytes of parameters, 4Ψ/N of gradients and 8Ψ/N of optimizer state, for Ψ parameters in the model. "
+    "In backward at most two buckets of whole gradients are alive besides. It sends 2Ψ elements: reduce-scatter, "
+    "then all-gather",
     blanks=(LAY_OUT, REDUCE, SEND, IN_TURN, ON_GRADIENT, END),
 )

@@ -38,7 +38,7 @@ def require_memory(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 class Collectives:
-    """What one rank calls: `all_reduce`, `reduce_scatter_single` and `all_gather_single`, as in torch.distributed."""
+    """The collectives that a rank calls, three of torch.distributed: all-reduce, reduce-scatter and all-gather."""
 
     def __init__(self, rank: int, everyone: list):
         self.rank, self._everyone = rank, everyone
@@ -53,7 +53,7 @@ class Collectives:
         return len(self._everyone)
 
     def _input(self, number: int) -> Future:
-        """What this rank puts into its call `number`, when it has come to it. Whichever thread asks first makes it."""
+        """This rank's input to its call `number`, once it has made that call. The first thread that asks creates it."""
         return self._inputs.setdefault(number, Future())
 
     def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
@@ -62,10 +62,11 @@ class Collectives:
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """Shard `rank` of the sum of all `input`s into `output`."""
-        ranks = self.get_world_size()
-        return self._start(
-            "reduce_scatter_single", output, input, lambda inputs: sum(inputs).view(ranks, -1)[self.rank], async_op
-        )
+
+        def own_shard(inputs: list[torch.Tensor]) -> torch.Tensor:
+            return sum(inputs).view(self.get_world_size(), -1)[self.rank]
+
+        return self._start("reduce_scatter_single", output, input, own_shard, async_op)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """All ranks' `input`s, one after the other, into `output`."""
@@ -117,7 +118,7 @@ def on_threads(ranks: int, function: Callable) -> list:
     everyone += [Collectives(rank, everyone) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
         futures = [pool.submit(function, own.rank, own) for own in everyone]
-    # Who waited for a rank that had failed says the less interesting thing.
+    # An error about waiting for another rank is a consequence: the other error comes first.
     errors = sorted((f.exception() for f in futures if f.exception()), key=lambda error: NOBODY in str(error))
     if errors:
         raise errors[0]

@@ -1,1 +1,1 @@
-"""What a student begins a task with. These files are copied, and not imported."""
+"""The files with which a student begins the tasks. These files are copied, and not imported."""

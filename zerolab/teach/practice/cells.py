@@ -1,4 +1,4 @@
-"""The tasks of the notebooks: what a solution must do, hints, and where to go on.
+"""The cells that a reader writes: the check of a solution, hints, and where to go on.
 
 A check is given the reader's solution. It returns a sentence about a correct one, and raises AssertionError with a
 sentence about a mistake. A blank raises NotImplementedError, as in an exercise.
@@ -89,11 +89,11 @@ def check_zero1(solution) -> str:
         assert torch.equal(mine[own], weights[own]), f"rank {rank}'s own weights are {wrong}"
     for rank, (mine, _) in enumerate(found):
         wrong = f"and not the others' updated weights: {mine.tolist()}"
-        assert torch.equal(mine, weights), f"rank {rank} has the right shard, {wrong}"
+        assert torch.equal(mine, weights), f"rank {rank} has the correct shard, {wrong}"
     if kinds == ["reduce_scatter_single", "all_gather_single"] * steps:
         return "and by a reduce-scatter: that is the paper's ZeRO-1, which sends 2Ψ and not 3Ψ"
     expected = ["all_reduce", "all_gather_single"] * steps
-    assert kinds == expected, f"the weights are right, by {', '.join(kinds)}; {', '.join(expected)} are enough"
+    assert kinds == expected, f"the weights are correct, by {', '.join(kinds)}; {', '.join(expected)} are enough"
     return "4 ranks, 2 steps, the weights of one process to the bit, by one all-reduce and one all-gather per step"
 
 
@@ -119,22 +119,22 @@ def check_reduction(solution) -> str:
         wrong = f"rank {rank} has {shard.tolist()}, expected {expected.tolist()}{summed}"
         assert torch.equal(shard, expected), wrong
     assert all(freed for _, freed in found), "the whole gradients (`self.flat`) are still alive after finish()"
-    return "sent and not waited for, the mean is right, and the whole gradients are gone: that is ZeRO-2"
+    return "sent and not waited for, the mean is correct, and the whole gradients are gone: that is ZeRO-2"
 
 
 def check_gather(solution) -> str:
     """Notebook 5: (my_gather, my_free). `my_gather(whole, shard, dist)` and `my_free(whole)`, again and again."""
     my_gather, my_free = solution
     alive = (
-        "64 bytes are still alive: to delete a name, or to give it another value, frees nothing, as the view that "
-        "autograd has saved keeps the old storage. Free the storage itself"
+        "64 bytes are still alive: to delete a name, or to give it another value, frees nothing, because the view "
+        "that autograd has saved keeps the old storage. Free the storage itself"
     )
     tensor_resized = (
         "all 64 bytes are still there: `Tensor.resize_` changes the tensor and not its memory. The memory is its "
-        "storage, which has a resize_() of its own"
+        "storage, which has its own resize_()"
     )
     copied = (
-        "the values are right, at twice the memory: they are gathered into a second buffer of 64 bytes and copied. "
+        "the values are correct, at twice the memory: they are gathered into a second buffer of 64 bytes and copied. "
         "Give all_gather_single `whole` itself as its output"
     )
 
@@ -187,7 +187,7 @@ def check_wrap(solution) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
+class Cell:
     """`hints` are given one by one on request; `onward` says where to go on after a correct solution."""
 
     check: Callable[[object], str]
@@ -199,8 +199,8 @@ def whole_class(chapter: str) -> str:
     return f"the whole class: ./launch.sh exercise {chapter}, then ./launch.sh check {chapter}. Bugs: ./launch.sh bug"
 
 
-TASKS = {
-    "held": Task(
+CELLS = {
+    "held": Cell(
         check_held,
         hints=(
             "three terms: 4 bytes for parameters, 4 for gradients, 8 for the optimizer state. Which are divided by N?",
@@ -208,7 +208,7 @@ TASKS = {
         ),
         onward="question 1 below asks where this leads at N = 1,000",
     ),
-    "cut": Task(
+    "cut": Cell(
         check_cut,
         hints=(
             "first the length of a shard: 10 / 4, rounded up. -(-a // b) rounds up",
@@ -217,7 +217,7 @@ TASKS = {
         ),
         onward="the chapter does this in step 0: ./launch.sh exercise zero1",
     ),
-    "ring": Task(
+    "ring": Cell(
         check_ring,
         hints=(
             "in round t rank r sends the sum of shard (r - 1 - t) % N, so that the sum of shard s ends on rank s",
@@ -226,7 +226,7 @@ TASKS = {
         ),
         onward="the next cells do all rounds, and then the all-gather",
     ),
-    "zero1": Task(
+    "zero1": Cell(
         check_zero1,
         hints=(
             "step 3: all_reduce gives the sum on every rank, in place, and you need the mean",
@@ -235,7 +235,7 @@ TASKS = {
         ),
         onward=whole_class("zero1"),
     ),
-    "reduction": Task(
+    "reduction": Cell(
         check_reduction,
         hints=(
             "reduce_scatter_single(output, input, async_op=True) returns at once; its result has wait()",
@@ -244,7 +244,7 @@ TASKS = {
         ),
         onward=whole_class("zero2"),
     ),
-    "gather": Task(
+    "gather": Cell(
         check_gather,
         hints=(
             "a tensor's memory is tensor.untyped_storage(); it has resize_(bytes)",
@@ -253,7 +253,7 @@ TASKS = {
         ),
         onward=whole_class("zero3"),
     ),
-    "wrap": Task(
+    "wrap": Cell(
         check_wrap,
         hints=(
             "a unit of ZeRO-3 is a block. What is the module that holds everything else?",
