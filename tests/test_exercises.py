@@ -182,11 +182,16 @@ def test_a_solution_passes_every_check(ranks, tmp_path, capsys, name):
     passes(ranks(3), tmp_path, capsys, name, student_file(name, "Solution"), numbers)
 
 
-OTHERS, WRONG = [], []
-for name in CHAPTERS:
-    for student, functions in students(name).items():
-        if student != "Solution":
-            (WRONG if "found" in functions else OTHERS).append((name, student))
+def all_students(wrong: bool) -> list[tuple[str, str]]:
+    """(exercise, student) for all students who are wrong, or for all others except Solution."""
+    found = []
+    for name in CHAPTERS:
+        for student, functions in students(name).items():
+            if student != "Solution" and ("found" in functions) == wrong:
+                found.append((name, student))
+    return found
+
+
 QUICK = [("zero1", "DivideBeforeTheSum"), ("zero2", "DivideBeforeTheSum")]
 SAMPLE = [  # of mistakes, for the default run
     ("zero1", "EmptyShards"),
@@ -219,14 +224,14 @@ def test_a_mistake_is_found(ranks, tmp_path, capsys, name, student):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, student", [each for each in OTHERS if each not in QUICK])
+@pytest.mark.parametrize("name, student", [each for each in all_students(wrong=False) if each not in QUICK])
 def test_solutions_of_another_design_pass(ranks, tmp_path, capsys, name, student):
     """At their own blanks, and as a part of the whole file."""
     check_other_design(ranks, tmp_path, capsys, name, student)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, student", [each for each in WRONG if each not in SAMPLE])
+@pytest.mark.parametrize("name, student", [each for each in all_students(wrong=True) if each not in SAMPLE])
 def test_mistakes_are_found_at_their_own_blank(ranks, tmp_path, capsys, name, student):
     check_mistake(ranks, tmp_path, capsys, name, student)
 
