@@ -1,4 +1,4 @@
-"""One engine's row of the dry run: rank 0 of N takes two steps alone, and the second one is watched."""
+"""One engine's row of the dry run: only rank 0 of N exists, it makes two steps, and the second one is watched."""
 
 import argparse
 import contextlib
@@ -25,9 +25,9 @@ POINTS = 120  # of a curve, in each phase
 
 
 def row_of(name: str, options: argparse.Namespace) -> dict:
-    """One engine's row, of the second step: the first makes the optimizer's state. Needs a process group.
+    """One engine's row, of the second step: the first one allocates the optimizer's state. Needs a process group.
 
-    On a GPU that is too small: {"out_of_memory": torch's words}.
+    On a GPU that is too small: {"out_of_memory": torch's message}.
     """
     device = torch.device("cpu") if options.device == "fake" else torch.device(options.device, 0)
     try:
@@ -41,7 +41,7 @@ def row_of(name: str, options: argparse.Namespace) -> dict:
 
 
 def watched_row(name: str, options: argparse.Namespace, device: torch.device) -> dict:
-    """`row_of` where there is memory enough."""
+    """`row_of`, if there is enough memory."""
     real = options.device != "fake"
     allocator = allocator_of(device)
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -59,7 +59,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         batch = tokens[:, :-1], tokens[:, 1:], next_token_loss, options.accumulate
         micro_batches.training_step(engine, *batch)
         if name == "ddp" and real:
-            micro_batches.training_step(engine, *batch)  # in its second step DDP makes its buckets anew, for once
+            micro_batches.training_step(engine, *batch)  # DDP rebuilds its buckets once, in its second step
         with watched_step(engine, memory, allocator) as seen:
             micro_batches.training_step(engine, *batch)
         tensors = sum(len(group["params"]) for group in optimizer_of(engine).param_groups)
@@ -85,14 +85,14 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "curve": curve(memory),
     }
     if allocator:
-        row["ledger_peak_bytes"] = peak.live  # beside the allocator's own
+        row["ledger_peak_bytes"] = peak.live  # in addition to the allocator's
     if name == "ddp" and not real:
         row["stand_in"] = True
     return row
 
 
 def make_model(config: GPTConfig, device: torch.device) -> GPT:
-    """A GPT with weights of the right size; on a GPU drawn there, as their values do not matter here."""
+    """A GPT whose weights have the correct sizes. On a GPU they are drawn there, because their values do not matter."""
     if device.type == "cpu":
         return GPT(config)
     model = allocated_on(device, config)
@@ -102,12 +102,12 @@ def make_model(config: GPTConfig, device: torch.device) -> GPT:
 
 
 def allocated_on(device: torch.device, config: GPTConfig) -> GPT:
-    """A GPT whose weights have memory on the device, and no values yet: the host makes and copies nothing."""
+    """A GPT whose weights have memory on the device and no values yet. The host allocates and copies nothing."""
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
     if config.tied:
-        model.head.weight = model.tokens.weight  # to_empty takes tied weights apart
+        model.head.weight = model.tokens.weight  # to_empty unties weights
     return model
 
 
@@ -121,7 +121,7 @@ def copied_to(device: torch.device, weights: GPT) -> GPT:
 
 
 def gloo_copy_bytes(collectives: Iterable[Collective]) -> int:
-    """What gloo adds to the peak, at most: its reduce-scatter works on a copy of the input, one bucket or unit."""
+    """The most that gloo adds to the peak: its reduce-scatter copies the input, which is one bucket or unit."""
     return max((one.whole_bytes for one in collectives if one.kind == "reduce-scatter"), default=0)
 
 
@@ -135,9 +135,9 @@ def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
 
 
 def curve(memory: PartsLedger) -> dict[str, list]:
-    """The step as a line: POINTS stretches per phase, of each the moments with the most and the least alive.
+    """Live bytes during the step: POINTS intervals per phase, with the highest and the lowest moment of each.
 
-    {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, MB being 10^6 bytes.
+    {"phase": ["1 forward", ...], "progress": [0 to 1 within the phase], part: [MB], ...}, where MB are 10^6 bytes.
     """
     phases: dict[str, list] = {}
     for moment in memory.moments():
@@ -148,8 +148,9 @@ def curve(memory: PartsLedger) -> dict[str, list]:
         stretch = -(-len(moments) // POINTS)
         for start in range(0, len(moments), stretch):
             numbers = range(start, min(start + stretch, len(moments)))
-            ends = {pick(numbers, key=lambda number: moments[number].live) for pick in (min, max)}
-            for number in sorted(ends):
+            lowest = min(numbers, key=lambda number: moments[number].live)
+            highest = max(numbers, key=lambda number: moments[number].live)
+            for number in sorted({lowest, highest}):
                 result["phase"].append(phase)
                 result["progress"].append(round(number / len(moments), 4))
                 for part in PARTS:

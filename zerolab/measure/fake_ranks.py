@@ -1,4 +1,4 @@
-"""A process group of which one rank exists: the real engines run on it, and what they send goes nowhere."""
+"""A process group with one real rank. Engines run on it, and their collectives move nothing."""
 
 import contextlib
 import importlib

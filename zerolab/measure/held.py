@@ -1,6 +1,6 @@
-"""What the instruments read of an engine, all of it, in one place: its tensors, its layout, and its units' names.
+"""Everything that the instruments read from an engine: its tensors, its layout, and the names of its units.
 
-An engine is anything with `model` and `optimizer`. A stage has besides:
+An engine is anything with `model` and `optimizer`. A stage also has:
 
     all_buckets       of an engine of zerolab/engine: trained and frozen ones
     buckets           of ZeRO-1 and -2: the trained ones
@@ -9,7 +9,7 @@ An engine is anything with `model` and `optimizer`. A stage has besides:
 A bucket has names, params, offsets, numel, shard_numel, flat and shard, and perhaps `gradient` (ZeRO-1's buffer) and
 `kept` ({parameter: the whole gradient} that `no_sync` keeps).
 
-An engine that keeps its state elsewhere has a `held_tensors()` of its own.
+An engine that keeps its state elsewhere has a method `held_tensors()`.
 """
 
 from itertools import accumulate
@@ -39,7 +39,7 @@ def storage_bytes(tensors) -> int:
     return sum(sizes.values())
 
 
-# What a rank holds.
+# The tensors that a rank holds.
 
 
 def optimizer_of(engine) -> torch.optim.Optimizer:
@@ -60,7 +60,7 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 
     Parameters are the model's, those that the optimizer updates, and the shards of a sharded engine's buckets (of
     frozen parameters no optimizer knows); gradients theirs, optimizer its state with AdamW's 4-byte step counters.
-    An engine that keeps them elsewhere has a `held_tensors` of its own, whose values may be nested.
+    An engine that keeps them elsewhere has a method `held_tensors`, whose values may be nested.
     """
     if hasattr(engine, "held_tensors"):
         return {kind: tensor_leaves(tree) for kind, tree in engine.held_tensors().items()}
@@ -131,6 +131,6 @@ def unit_names(model: nn.Module) -> set[str]:
 
 
 def unit_of(module: str, units: set[str]) -> str:
-    """The unit among `units` that the module named `module` lies in, or ""."""
+    """The unit among `units` that contains the module named `module`, or ""."""
     prefixes = accumulate(module.split("."), "{}.{}".format)
     return next((prefix for prefix in prefixes if prefix in units), "")
