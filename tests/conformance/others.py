@@ -112,7 +112,8 @@ class Adapted:
         return self._engine.training_step(inputs, targets, loss_fn)
 
     def train(self, mode=True):
-        self.model.train(mode)
+        """The engine's own `train`, if it has one."""
+        getattr(self._engine, "train", self.model.train)(mode)
         return self
 
     def eval(self):

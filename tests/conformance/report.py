@@ -74,7 +74,7 @@ class Report:
         tests = self.engines.setdefault(self.name_of(engine), {})
         one = {"outcome": outcome, "says": without_places(message)}
         if outcome in BAD:
-            self.say(f"  {name}[{case}: {SIGNS[outcome]}: {last_line(one['says'])}")
+            self.say(f"  {name}[{case}: {SIGNS[outcome]}: {main_line(one['says'])}")
         if name not in tests or WORST.index(outcome) < WORST.index(tests[name]["outcome"]):
             tests[name] = one
 
@@ -91,7 +91,7 @@ class Report:
         for engine, tests in self.engines.items():
             for name, found in tests.items():
                 if found["outcome"] in (*BAD, "refused"):
-                    first = last_line(found["says"])
+                    first = main_line(found["says"])
                     terminalreporter.write_line(f"{engine}, {name}: {SIGNS[found['outcome']]}: {first}")
         reasons = Counter()
         for engine, tests in self.engines.items():
@@ -111,10 +111,14 @@ class Report:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def last_line(message):
-    """The line that says what is wrong: the last `E` of pytest's, or the first line."""
-    lines = [line[1:].strip() for line in message.splitlines() if line.startswith("E ")]
-    return (lines or message.splitlines() or [""])[0][:300]
+def main_line(message):
+    """The line that says what is wrong, with the ranks: the first `E` of pytest's, or the first line."""
+    first = (message.splitlines() or [""])[0]
+    errors = [line[1:].strip() for line in message.splitlines() if line.startswith("E ")]
+    ranks = re.match(r"rank [\d, ]+: ", first)
+    if errors and ranks:
+        return (ranks[0] + errors[0])[:300]
+    return (errors or [first])[0][:300]
 
 
 def without_places(message):
