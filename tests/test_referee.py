@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp2_compare as referee
-from zerolab.measure import proof
+from zerolab.measure import proof, referee_report
 from zerolab.run import engine_file
 from zerolab.run.data import load_text
 from zerolab.run.engines import ENGINES
@@ -88,6 +88,31 @@ CORRECT = {
     ),
     "does_not_align": (SIZES, "[p.numel() for p in self.params]"),
 }
+
+
+def run(difference: float, float64: float | None, tolerance: float) -> dict:
+    match = difference <= tolerance and (float64 is None or float64 <= proof.TOLERANCE)
+    return {"difference": difference, "float64_difference": float64, "tolerance": tolerance, "match": match}
+
+
+def test_the_verdict_has_what_is_proved_and_what_is_not():
+    runs = {
+        "ddp": run(0.0, 1e-15, 0.0),
+        "zero1": run(0.0, 2e-15, 0.0),
+        "single": run(2e-2, None, 0.1),
+        "deepspeed1": run(1e-2, None, 0.1),
+    }
+    said = referee_report.verdict({"runs": runs, "dtype": "bf16", "steps": 3}, "ddp")
+    assert said.startswith("MATCH: all 4 engines train alike.\nProved in float64 that these compute")
+    assert "whole batch: ddp, zero1. Their losses differ by 2e-15 or less (1e-12 is allowed)" in said
+    assert "Not proved: deepspeed1, which cannot train in float64." in said
+    assert "equal to ddp to the bit: zero1." in said and "Not proved: the casts to bfloat16" in said
+    runs |= {"adds_up": run(1e-6, 0.2, 1e-3), "diverges": run(float("nan"), 1e-15, 1e-3)}
+    said = referee_report.verdict({"runs": runs, "dtype": "fp32", "steps": 3}, "ddp")
+    wrong, diverges, *_ = said.splitlines()
+    assert wrong.startswith("DOES NOT MATCH: adds_up does not compute what one process computes") and "by 0.2" in wrong
+    assert diverges == "DOES NOT MATCH: diverges is off by nan from ddp in float32, allowed 0.001."
+    assert "MATCH: all" not in said and "adds_up" not in said.partition("Proved")[2]
 
 
 def difference(file: str, accumulate: int) -> float:

@@ -55,6 +55,7 @@ def verdict(result: dict, reference: str) -> str:
 
 
 def what_is_off(run: dict, reference: str, dtype: str) -> str:
+    """Behind "DOES NOT MATCH: zero1". The comparison with "not <=" is true for NaN."""
     if run["float64_difference"] is not None and not run["float64_difference"] <= proof.TOLERANCE:
         return (
             f"does not compute what one process computes: its losses in float64 are off by "
@@ -65,6 +66,7 @@ def what_is_off(run: dict, reference: str, dtype: str) -> str:
 
 
 def what_is_proved(runs: dict) -> list[str]:
+    """Which engines the float64 pass has proved, and which it could not ask."""
     lines, proved, unproved = [], [], []
     for name, run in runs.items():
         if run["float64_difference"] is None:
@@ -74,9 +76,9 @@ def what_is_proved(runs: dict) -> list[str]:
     if proved:
         largest = max(runs[name]["float64_difference"] for name in proved)
         lines.append(
-            f"Proved in float64: {', '.join(proved)} compute what one process computes on the whole batch. In "
-            f"{proof.STEPS} steps of SGD with momentum and weight decay on a small model, their losses differ by at "
-            f"most {largest:.1g}; {proof.TOLERANCE:g} is allowed."
+            f"Proved in float64 that these compute what one process computes on the whole batch: {', '.join(proved)}. "
+            f"Their losses differ by {largest:.1g} or less ({proof.TOLERANCE:g} is allowed) in {proof.STEPS} steps of "
+            "SGD with momentum and weight decay on a small model."
         )
     if unproved := [name for name in unproved if name != "single"]:
         lines.append(f"Not proved: {', '.join(unproved)}, which cannot train in float64.")
@@ -84,6 +86,7 @@ def what_is_proved(runs: dict) -> list[str]:
 
 
 def float_losses(result: dict, reference: str) -> list[str]:
+    """How near the losses in float32 or bfloat16 are."""
     runs, precision = result["runs"], PRECISION[result["dtype"]]
     equal = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
     near = [name for name, run in runs.items() if run["difference"] > 0 and run["match"]]
@@ -92,7 +95,10 @@ def float_losses(result: dict, reference: str) -> list[str]:
         lines.append(f"In {precision}, {result['steps']} steps: equal to {reference} to the bit: {', '.join(equal)}.")
     if near:
         largest = max(runs[name]["difference"] for name in near)
-        lines.append(f"In {precision} within {largest:.1e} of {reference}: {', '.join(near)}. Rounding explains it.")
+        lines.append(
+            f"In {precision} within {largest:.1e} of {reference}: {', '.join(near)}. Rounding differs that much where "
+            "sums are taken in a different order."
+        )
     if result["dtype"] == "bf16":
         lines.append(
             "Not proved: the casts to bfloat16, which the float64 steps leave out. Losses that are equal to the bit "
