@@ -1,4 +1,4 @@
-"""What tests of several ranks share: the ranks, odd models and their batches, one process to compare with, a recorder.
+"""Shared by tests with several ranks: the ranks, unusual models and their batches, a reference process, a recorder.
 
     @pytest.mark.parametrize("ranks", [2, 3])
     @on_every_rank
@@ -27,17 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-# Ranks. Starting a process takes seconds, so the ranks of each number are started once and then get all its tests.
+# Ranks. Starting a process takes seconds, so each pool of ranks is started once and then runs all its tests.
 
 TIMEOUT = 60  # seconds, for a collective and for a whole test
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]  # what ranks need not import one by one
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]  # imported once, not by each rank
 pools = {}  # number of ranks -> its Pool
 
 
 class RankFailed(AssertionError):
     """A rank failed, died or hung. The message has its traceback.
 
-    failures   {rank: the text of its traceback, or what it raised `Reported` with}
+    failures   {rank: the text of its traceback, or the argument of `Reported`}
     died       {rank: exit code}
     silent     ranks that gave no answer
     """
@@ -51,11 +51,11 @@ class RankFailed(AssertionError):
 
 
 class Reported(Exception):
-    """A rank raises it with a failure that is ready to be sent."""
+    """Raised on a rank, with a failure that can be sent."""
 
 
 def run_on_ranks(ranks, function, *args, **kwargs):
-    """Call a module-level `function` on so many ranks, which gloo connects. Returns their results, rank 0's first.
+    """Call a module-level `function` on `ranks` ranks over gloo. Returns their results in the order of the ranks.
 
     Raises RankFailed with the traceback of each rank that failed. The next call then gets new ranks.
     """
@@ -84,8 +84,8 @@ def run_body(module, name, arguments):
 
 class Pool:
     def __init__(self, ranks, timeout):
-        # Ranks are forked from a server that has imported torch and started no thread. Of this process they cannot be:
-        # after a fork torch's threads are missing, and gloo hangs.
+        # Ranks are forked from a server that has imported torch and started no thread. They cannot be forked from this
+        # process, because torch's threads would be missing and gloo would hang.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.timeout = timeout
@@ -130,7 +130,7 @@ class Pool:
 
 
 def serve(rank, ranks, timeout, folder, pipe):
-    """A rank: call what the pipe brings, until it closes."""
+    """The program of a rank: call the functions that arrive in the pipe, until it closes."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
@@ -140,7 +140,7 @@ def serve(rank, ranks, timeout, folder, pipe):
             function, args, kwargs = pipe.recv()
         except EOFError:
             return
-        torch.manual_seed(1000 + rank)  # differs between ranks: what must be equal has to be made equal
+        torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
         try:
             pipe.send((function(*args, **kwargs), None))
         except Reported as error:
@@ -207,7 +207,7 @@ class Tied(Blocks):
 
 
 class Frozen(Blocks):
-    """Frozen parameters in a block, around the blocks and of integers; buffers of several kinds."""
+    """Frozen parameters inside and outside the blocks, some of them integers, and buffers of several kinds."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ class Tiny(nn.Module):
 
 
 class Dtypes(Blocks):
-    """Real and complex parameters side by side in one block, around it, and an empty one."""
+    """Real and complex parameters inside and outside one block, and an empty parameter."""
 
     def __init__(self):
         super().__init__()
@@ -278,7 +278,7 @@ class Turned(Block):
 
 
 class Nested(Blocks):
-    """Containers that are never called, in containers; a dictionary of modules; a list of parameters."""
+    """Nested containers that are never called, a dictionary of modules, and a list of parameters."""
 
     def __init__(self):
         super().__init__()
@@ -305,7 +305,7 @@ def seeded(make, *args, seed=0, dtype=torch.float64):
 
 
 def different_on_ranks(model):
-    """A copy with other values on every rank but rank 0. A stage must start all ranks with rank 0's."""
+    """A copy with different values on every rank except rank 0. A stage must start all ranks with rank 0's values."""
     model = copy.deepcopy(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and tensor.layout is torch.strided:
@@ -322,7 +322,7 @@ def batch(step, rank, size=4, dtype=torch.float64):
 
 
 def concatenated(step, ranks, **options):
-    """The batches of all these ranks as one batch."""
+    """The batches of these ranks, concatenated."""
     return [torch.cat(parts) for parts in zip(*[batch(step, rank, **options) for rank in ranks])]
 
 
@@ -336,15 +336,15 @@ def mse(model, inputs, targets):
 
 # One process to compare with.
 
-EXACT = 1e-12  # float64 rounds at 1e-16. The order of sums differs between one process and N: about 1e-15 was seen.
-# Weights keep a trace of every gradient, and a missing or doubled one shows: SGD with momentum and decay.
+EXACT = 1e-12  # float64 rounds at 1e-16. The order of sums differs between one process and N, which causes about 1e-15.
+# With SGD, momentum and decay every gradient leaves a trace in the weights, so a missing or doubled one is noticed.
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
 class Pair:
-    """A stage on all ranks, and plain torch in one process on the concatenated batch. Both start equal.
+    """A stage on all ranks, and plain torch in one process on the concatenated batch. Both start with equal weights.
 
-    The plain side runs on every rank alike, so that each rank can compare.
+    Every rank runs the plain side too, so that it can compare.
     """
 
     def __init__(self, stage, model, make_optimizer=MOMENTUM, tolerance=EXACT, schedule=None, ranks=None, **options):
@@ -360,7 +360,7 @@ class Pair:
         self.group = options.get("group")
 
     def backward(self, step, loss=mse):
-        """Forward and backward of both on the batches of this step. The losses are equal."""
+        """Run forward and backward of both on the batches of this step, and check that the losses are equal."""
         expected = loss(self.plain, *concatenated(step, self.ranks))
         expected.backward()
         found = loss(self.engine, *own_batch(step))
@@ -412,7 +412,7 @@ def same(found, expected, tolerance=0.0, what="value"):
 
 
 def raised_on_every_rank(error, text, function, *args, **kwargs):
-    """`function` raises `error` with `text` in its message, on every rank."""
+    """Check that `function` raises `error` with `text` in its message. Every rank calls this."""
     try:
         function(*args, **kwargs)
     except error as caught:
@@ -421,7 +421,7 @@ def raised_on_every_rank(error, text, function, *args, **kwargs):
         raise AssertionError(f"nothing was raised, expected {error.__name__} with {text!r}")
 
 
-# What a rank sends, and what it holds.
+# The collectives and the memory of a rank.
 
 KINDS = {
     "allreduce_": "all-reduce",
@@ -432,16 +432,16 @@ KINDS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Record every operation that torch dispatches on this rank while the `with` block runs, in backward, too.
+    """Record every operation that torch dispatches on this rank while the `with` block runs, also in backward.
 
     alive        tensors that exist before the block begins
     probe        a function that is called after each operation; `probed` is the list of its values
 
     collectives  [(kind, elements of the whole buffer)], in the order in which they were issued
     operations   [(name, storages that it used)]; the name of a collective is its kind
-    peak         the most bytes that were alive after an operation: of `alive`, and of what operations in the block
-                 made. A storage that was freed by resizing counts 0. Copies inside of a backend are not counted;
-                 gloo's reduce-scatter makes one of its input.
+    peak         the most bytes that were alive after an operation, in `alive` and in tensors from operations in the
+                 block. A storage that was freed by resizing counts 0. Copies inside a backend are not counted: gloo's
+                 reduce-scatter makes one of its input.
     """
 
     def __init__(self, *alive, probe=None):
@@ -473,7 +473,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         read, written = storages_of((args, kwargs)), storages_of(result)
         addresses = [storage._cdata for storage in read]
-        self.add(storage for storage in written if storage._cdata not in addresses)  # not views of what was there
+        self.add(storage for storage in written if storage._cdata not in addresses)  # not views of existing storages
         name = func._schema.name.split("::")[1]
         if func.namespace == "c10d":
             name = KINDS.get(name, name)

@@ -1,7 +1,7 @@
-"""What the three chapters promise, as a specification. Every rank has its own data in every test.
+"""A specification of the three chapters. In every test each rank has its own data.
 
-The body of a test runs on `ranks` processes at the same time (`on_every_rank`). Other numbers of ranks than two or
-three, and the long lists of optimizers, run with `-m thorough`.
+The body of a test runs on `ranks` processes at the same time (`on_every_rank`). Numbers of ranks other than two or
+three, and most of the optimizers, run with `-m thorough`.
 """
 
 import copy
@@ -70,9 +70,9 @@ all_ranks = pytest.mark.parametrize("ranks", [2, *thorough(1, 3, 4)])
 @pytest.mark.parametrize("make", [Blocks, Tied, Frozen, Recomputed, Twice, Tiny, Dtypes, Nested])
 @on_every_rank
 def test_trains_as_one_process_on_the_concatenated_batch(ranks, stage, make):
-    """Losses and weights are those of one process: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
+    """Losses and weights match one process: uneven sizes, tied, frozen, recomputed, padding-only ranks, dtypes.
 
-    In float64, where the order of a sum makes 1e-15 and any mistake makes more than 1e-12.
+    In float64 the order of a sum causes differences of 1e-15, and any mistake causes more than 1e-12.
     """
     Pair(stage, seeded(make)).train()
 
@@ -113,7 +113,7 @@ def test_several_backwards_before_a_step_add_up(ranks, stage):
 @stages
 @on_every_rank
 def test_evaluations_in_between_change_nothing(ranks, stage):
-    """A forward under no_grad is allowed between steps, between backwards, and between a forward and its backward."""
+    """A forward under no_grad can come between steps, between backwards, and between a forward and its backward."""
     pair = Pair(stage, seeded(Recomputed))
 
     def evaluate(step):
@@ -140,7 +140,7 @@ def test_evaluations_in_between_change_nothing(ranks, stage):
 @stages
 @on_every_rank
 def test_a_group_trains_without_the_other_ranks(ranks, stage):
-    """With `group=` the ranks of the group train among themselves; a rank outside of it gets an error."""
+    """With `group=` only the ranks of the group train together. A rank outside of the group gets an error."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         model = seeded(Tied)
@@ -151,7 +151,7 @@ def test_a_group_trains_without_the_other_ranks(ranks, stage):
 
 
 class Gpt(nn.Module):
-    """Attention, norms, a tied head: float32, and sizes that fill no vector register evenly."""
+    """Attention, norms and a tied head in float32, with sizes that are not multiples of a vector register."""
 
     def __init__(self, width=20):
         super().__init__()
@@ -189,9 +189,9 @@ def fsdp2(model, make_optimizer):
 @stages
 @on_every_rank
 def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(ranks, stage):
-    """In float32 the losses are the same numbers.
+    """In float32 the losses are equal to the bit.
 
-    All three add the gradients of two ranks, and a + b is b + a. With more ranks the order of the sum differs.
+    All three add the gradients of two ranks, and a + b = b + a. With more ranks the order of the sum differs.
     """
     model = seeded(Gpt, dtype=torch.float32)
     ours, of_ddp = copy.deepcopy(model), copy.deepcopy(model)
@@ -217,7 +217,7 @@ def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(ranks, stage):
 @stages
 @on_every_rank
 def test_other_layers_train_as_under_ddp(ranks, stage):
-    """Convolutions in channels_last, LSTMs, attention, batch and weight norm, dropout: as under DDP, to 1e-6."""
+    """Convolutions in channels_last, LSTMs, attention, batch and weight norm, dropout: losses match DDP's to 1e-6."""
 
     class Layers(nn.Module):
         def __init__(self):
@@ -290,7 +290,7 @@ def test_optimizers_that_treat_each_element_by_itself(ranks, stage, name):
 @stages
 @on_every_rank
 def test_an_optimizer_over_named_parameters(ranks, stage):
-    """`AdamW(model.named_parameters())` works, too."""
+    """`AdamW(model.named_parameters())` also works."""
     model = seeded(Blocks)
     pair = Pair(stage, model)
     plain, mine = copy.deepcopy(model), copy.deepcopy(model)
@@ -314,7 +314,7 @@ def test_schedulers_built_before_or_after_the_stage(ranks, stage, when):
 @stages
 @on_every_rank
 def test_options_of_the_group_follow_the_optimizer(ranks, stage):
-    """The learning rate may be changed by hand between steps."""
+    """You can change the learning rate by hand between steps."""
     pair = Pair(stage, seeded(Blocks))
     for step in range(3):
         for optimizer in pair.optimizers:
@@ -324,13 +324,13 @@ def test_options_of_the_group_follow_the_optimizer(ranks, stage):
     pair.check_weights()
 
 
-# What a rank holds.
+# Memory.
 
 
 class Wide(nn.Module):
-    """Large layers and hardly any activations, so that the bytes alive are parameters and gradients.
+    """Large layers and hardly any activations, so that the live bytes are parameters and gradients.
 
-    Sizes are powers of two: without padding the bytes are the accounting's, exactly.
+    Sizes are powers of two. So there is no padding, and the bytes equal the accounting exactly.
     """
 
     def __init__(self, width=64, blocks=6):
@@ -371,7 +371,7 @@ def held_by(engine):
 @stages
 @on_every_rank
 def test_held_bytes_are_the_accounting(ranks, stage):
-    """Between backward and `zero_grad()` a rank holds what the end of each chapter says, and nothing besides."""
+    """Between backward and `zero_grad()` a rank holds the bytes in the accounting at the end of its chapter."""
     bytes_of_model = storage_bytes(seeded(Wide, dtype=torch.float32).parameters())
     whole, part = bytes_of_model, bytes_of_model // ranks
     with Recorder() as recorder:
@@ -433,7 +433,7 @@ def accounting(stage, psi, n, bucket, root, unit, head):
 @stages
 @on_every_rank
 def test_peak_is_the_accounting(ranks, stage):
-    """No operation of a step finds more alive than the accounting says, activations aside."""
+    """At no operation of a step are more bytes alive than in the accounting, apart from activations."""
     engine, peak = peak_of(stage)
     psi = sum(param.numel() for param in engine.model.parameters())
     unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
@@ -474,7 +474,7 @@ def test_peak_of_zero3_is_not_above_fsdp2s(ranks):
 @two_ranks
 @on_every_rank
 def test_zero2_has_whole_gradients_of_two_buckets_at_most(ranks):
-    """At any operation of a backward: the bucket that autograd fills, and the one in flight."""
+    """At any operation of a backward these are the bucket that autograd fills, and the one in flight."""
 
     def whole_gradients():
         tensors = [param.grad for param in engine.model.parameters()]
@@ -497,13 +497,13 @@ def test_zero2_has_whole_gradients_of_two_buckets_at_most(ranks):
 @pytest.mark.parametrize("prefetch", [1, *thorough(0, 2)])
 @on_every_rank
 def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
-    """Two units and the root at most have memory at any time, and nothing between the steps."""
+    """At most two units and the root have memory at any time, and none between the steps."""
     model = seeded(make, dtype=torch.float32)
     engine = ZeRO3(model, ADAMW(model.parameters()), prefetch=prefetch)
     sizes = sorted((unit.flat.numel() * 4 for unit in engine.units if unit.module is not model), reverse=True)
     root = sum(unit.flat.numel() * 4 for unit in engine.units if unit.module is model)
-    # In backward a unit that ran twice stays from one run to the other. In forward its second run gathers the unit
-    # that followed the first one, which stays until backward.
+    # In backward a unit that ran twice stays gathered between its two runs. In forward its second run gathers the unit
+    # that followed its first run, and this unit stays gathered until backward.
     more = sizes[0] if make is Twice else 0
 
     def gathered():
@@ -528,7 +528,7 @@ def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
     assert max(recorder.probed) <= most, (max(recorder.probed), root, sizes)
 
 
-# What a rank sends.
+# Traffic.
 
 
 @pytest.mark.parametrize("ranks", [2, *thorough(3)])
@@ -536,7 +536,7 @@ def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
 @pytest.mark.parametrize("backwards", [1, 2])
 @on_every_rank
 def test_sent_is_the_accounting(ranks, stage, backwards):
-    """Kind, order and elements of every collective in a step; all of them whole buffers, padding included."""
+    """Kind, order and elements of every collective in a step. All of them send whole buffers, including padding."""
     engine = wide_engine(stage, bucket_mb=0.02) if stage is not ZeRO3 else wide_engine(stage)
     with Recorder() as recorder:
         for micro in range(backwards):
@@ -563,7 +563,7 @@ def test_sent_is_the_accounting(ranks, stage, backwards):
     psi = sum(param.numel() for param in engine.model.parameters())
     factor = {ZeRO1: 3, ZeRO2: backwards + 1, ZeRO3: 3 * backwards}[stage]
     sent = sum((2 if kind == "all-reduce" else 1) * elements for kind, elements in recorder.collectives)
-    root = engine.units[-1].numel * backwards if stage is ZeRO3 else 0  # it is gathered once, and not twice
+    root = engine.units[-1].numel * backwards if stage is ZeRO3 else 0  # it is gathered once, not twice
     padding = 3 * 4 * ranks * len(recorder.collectives)
     assert factor * psi <= sent + root <= factor * psi + padding, (sent, root, psi)
     if ranks == 2:
@@ -574,7 +574,7 @@ def test_sent_is_the_accounting(ranks, stage, backwards):
 @pytest.mark.parametrize("make", [Wide, Recomputed])
 @on_every_rank
 def test_zero3_gathers_the_next_unit_before_the_present_one_computes(ranks, make):
-    """In forward and in backward: the gather is issued first, so that it travels while the unit computes."""
+    """In forward and in backward the gather is issued first, so that it is in flight while the unit computes."""
     model = seeded(make, dtype=torch.float32)
     engine = ZeRO3(model, ADAMW(model.parameters()))
     data = wide_batch if make is Wide else partial(own_batch, dtype=torch.float32)
@@ -601,7 +601,7 @@ def test_zero3_gathers_the_next_unit_before_the_present_one_computes(ranks, make
 @two_ranks
 @on_every_rank
 def test_zero2_sends_a_bucket_while_backward_goes_on(ranks):
-    """The first bucket leaves before the gradients of the others are computed."""
+    """The first bucket is sent before the gradients of the others are computed."""
     engine = wide_engine(ZeRO2, bucket_mb=0)
     loss = mse(engine, *wide_batch(0))
     with Recorder() as recorder:
@@ -613,7 +613,7 @@ def test_zero2_sends_a_bucket_while_backward_goes_on(ranks):
         assert "mm" in names[before:after], names[before:after]
 
 
-# What is refused. Every message says what to do.
+# Errors. Every message says what to do.
 
 
 def two_groups(model):
@@ -680,7 +680,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @on_every_rank
 def test_refuses_before_anything_is_sent(ranks, stage, case):
-    """A build that cannot train raises on every rank, sends nothing, and leaves the model as it was."""
+    """A build that cannot train raises an error on every rank, sends nothing, and does not change the model."""
     make_optimizer, error, text = REFUSED[case]
     model = seeded(Blocks)
     optimizer = make_optimizer(model)
@@ -695,7 +695,7 @@ def test_refuses_before_anything_is_sent(ranks, stage, case):
 @stages
 @on_every_rank
 def test_refuses_inference_mode(ranks, stage):
-    """Tensors that are made in inference mode cannot be trained."""
+    """Tensors made in inference mode cannot be trained."""
     model = seeded(Blocks)
     with torch.inference_mode():
         raised_on_every_rank(RuntimeError, "inference_mode", stage, model, MOMENTUM(model.parameters()))
@@ -705,7 +705,7 @@ def test_refuses_inference_mode(ranks, stage):
 @stages
 @on_every_rank
 def test_refuses_the_optimizers_own_step(ranks, stage):
-    """`optimizer.step()` without the reduction would update nothing, or with local gradients."""
+    """`optimizer.step()` without the reduction would update nothing, or use local gradients."""
     pair = Pair(stage, seeded(Blocks))
     raised_on_every_rank(RuntimeError, "call engine.step()", pair.engine.optimizer.step)
     if stage is not ZeRO1:
@@ -756,7 +756,7 @@ def create_graph(engine, loss):
 @pytest.mark.parametrize("do", [clear_by_model, clear_after, drop_one, replace_one, create_graph])
 @on_every_rank
 def test_zero1_refuses_gradients_that_left_the_bucket(ranks, do):
-    """Such gradients would not be sent: `step()` raises before anything is, and training goes on after zero_grad()."""
+    """They would not be sent. `step()` raises before anything is sent, and training continues after `zero_grad()`."""
     pair = Pair(ZeRO1, seeded(Blocks))
     pair.train(1)
     do(pair.engine, mse(pair.engine, *own_batch(7)))
@@ -770,7 +770,7 @@ def test_zero1_refuses_gradients_that_left_the_bucket(ranks, do):
 @two_ranks
 @on_every_rank
 def test_zero1_edits_of_gradients_count(ranks):
-    """`param.grad.mul_()` between backward and step does what it does in plain torch."""
+    """`param.grad.mul_()` between backward and step has the same effect as in plain torch."""
     pair = Pair(ZeRO1, seeded(Blocks))
     for step in range(3):
         pair.backward(step)
@@ -783,7 +783,7 @@ def test_zero1_edits_of_gradients_count(ranks):
 @two_ranks
 @on_every_rank
 def test_zero1_refuses_the_optimizers_zero_grad(ranks):
-    """`optimizer.zero_grad()` clears the shards only, so the gradients of the last step would count again."""
+    """`optimizer.zero_grad()` clears only the shards, so the gradients of the last step would count again."""
     pair = Pair(ZeRO1, seeded(Blocks))
     pair.backward(0)
     pair.optimizers[0].step()
@@ -800,7 +800,7 @@ def test_zero1_refuses_the_optimizers_zero_grad(ranks):
 @moving
 @on_every_rank
 def test_the_optimizers_zero_grad_serves_where_gradients_are_shards(ranks, stage):
-    """In ZeRO-2 and ZeRO-3 `optimizer.zero_grad()` after a step clears all that there is."""
+    """In ZeRO-2 and ZeRO-3 `optimizer.zero_grad()` after a step clears all gradients."""
     pair = Pair(stage, seeded(Blocks))
     for step in range(3):
         pair.backward(step)
@@ -837,7 +837,7 @@ class Unused(Blocks):
 @two_ranks
 @on_every_rank
 def test_an_unused_parameter_has_a_zero_gradient_in_zero1(ranks):
-    """So AdamW decays it, as plain torch does a parameter whose gradient is zero."""
+    """So AdamW decays it, like a parameter with a zero gradient in plain torch."""
     pair = Pair(ZeRO1, seeded(Unused), ADAMW)
     before = pair.engine.model.unused.weight.detach().clone()
     for param in pair.plain.parameters():
@@ -850,7 +850,7 @@ def test_an_unused_parameter_has_a_zero_gradient_in_zero1(ranks):
 @moving
 @on_every_rank
 def test_an_unused_parameter_is_an_error_where_gradients_are_waited_for(ranks, stage):
-    """It is named, nothing is updated, and it can be frozen before the build."""
+    """The message has its name, nothing is updated, and the parameter can be frozen before the build."""
     model = seeded(Unused)
     engine = stage(model, ADAMW(model.parameters()))
     before = whole_weights(engine)
@@ -867,7 +867,7 @@ def test_an_unused_parameter_is_an_error_where_gradients_are_waited_for(ranks, s
 @moving
 @on_every_rank
 def test_a_parameter_left_out_of_one_backward_is_an_error(ranks, stage):
-    """Also where another backward before the same step brings its gradient."""
+    """This is an error even if another backward before the same step brings its gradient."""
     pair = Pair(stage, seeded(Blocks))
     mse(pair.engine, *own_batch(6)).backward()
 
@@ -886,7 +886,7 @@ def test_a_parameter_left_out_of_one_backward_is_an_error(ranks, stage):
 @two_ranks
 @on_every_rank
 def test_zero2_refuses_a_second_gradient_of_a_bucket_that_was_not_complete(ranks):
-    """Two backwards that leave out the same parameter: the second one raises, instead of sending the sum late."""
+    """If two backwards leave out the same parameter, the second one raises an error instead of sending the sum late."""
     pair = Pair(ZeRO2, seeded(Unused))
     mse(pair.engine, *own_batch(0)).backward()
     raised_on_every_rank(RuntimeError, "came before its bucket was complete", mse(pair.engine, *own_batch(1)).backward)
@@ -898,7 +898,7 @@ def test_zero2_refuses_a_second_gradient_of_a_bucket_that_was_not_complete(ranks
 @moving
 @on_every_rank
 def test_refuses_sparse_gradients(ranks, stage):
-    """A flat buffer has no place for them."""
+    """A flat buffer cannot hold them."""
     model = seeded(Blocks)
     model.embedding.sparse = True
     engine = stage(model, MOMENTUM(model.parameters()))
@@ -914,7 +914,7 @@ def test_refuses_sparse_gradients(ranks, stage):
 @stages
 @on_every_rank
 def test_goes_on_after_an_exception(ranks, stage):
-    """An error in a forward or in the middle of a backward leaves nothing behind once zero_grad() was called."""
+    """After an error in a forward or in the middle of a backward, `zero_grad()` restores the stage."""
 
     class Stumbles(Blocks):
         stumble = None
@@ -943,7 +943,7 @@ def test_goes_on_after_an_exception(ranks, stage):
     pair.train()
 
 
-# Its surroundings.
+# Lifetime, and starting a chapter.
 
 
 @two_ranks
@@ -965,7 +965,7 @@ def test_a_dropped_stage_is_freed(ranks, stage):
 @stages
 @on_every_rank
 def test_training_step_is_a_step(ranks, stage):
-    """`training_step` returns this rank's loss, detached, and does what the loop by hand does."""
+    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand."""
     one, other = (seeded(Blocks) for _ in range(2))
     one, other = stage(one, ADAMW(one.parameters())), stage(other, ADAMW(other.parameters()))
     for step in range(2):

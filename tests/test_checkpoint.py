@@ -1,6 +1,6 @@
 """Sharded checkpoints: runs resume to the bit, and move to any stage, number of ranks or torch class.
 
-What concerns the files themselves (crashes, strangers' lists, rectangles) is in test_checkpoint_files.py.
+Tests of the files themselves (crashes, malicious lists, rectangles) are in test_checkpoint_files.py.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def long(*values):
 
 
 class Zoo(nn.Module):
-    """What a checkpoint must carry: tied, frozen, unused and odd parameters, buffers, and what is not a tensor.
+    """A model with tied, frozen, unused and odd parameters, buffers, and values that are not tensors.
 
     Takes tokens (batch, 6), returns (batch, 3). FSDP2 does not support the parameters that `odd` adds.
     """
@@ -103,7 +103,7 @@ class Zoo(nn.Module):
 
 
 def groups_of(model):
-    """Matrices decay; everything else has another learning rate. Frozen parameters are in the groups, too."""
+    """Matrices decay, and all other parameters have a different learning rate. The groups include frozen parameters."""
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     others = [param for param in model.parameters() if param.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
@@ -124,9 +124,9 @@ def train(engine, steps, dtype=torch.float64):
 
 
 def state_of(engine):
-    """Everything that loading may change, as copies: {where it is: a tensor or a value}. A collective.
+    """Copies of everything that loading may change: {where it is: a tensor or a value}. A collective.
 
-    Buffers that are not rank 0's are missing, because loading replaces them by rank 0's.
+    Buffers of other ranks are missing, because loading replaces them by rank 0's.
     """
     optimizer = engine.optimizer
     state = {"model": engine.full_state_dict(), "shards": [bucket.shard for bucket in engine.all_buckets], "groups": []}
@@ -150,9 +150,9 @@ def same_states(found, expected):
 
 
 def is_resumed(engine, other, folder, save=checkpoint.save, **options):
-    """`other` loads what `engine` saves, and both train on alike.
+    """`other` loads what `engine` saves, and both continue with equal losses and states.
 
-    To the bit, because they do the same operations on the same numbers.
+    They are equal to the bit, because both do the same operations on the same numbers.
     """
     train(engine, range(3), **options)
     train(other, range(7, 9), **options)
@@ -174,7 +174,7 @@ def is_resumed(engine, other, folder, save=checkpoint.save, **options):
 @stages
 @on_every_rank
 def test_a_run_resumes_to_the_bit(ranks, stage, tmp_path):
-    """A run that is loaded, into an engine that was trained differently, continues as the run that was saved."""
+    """A run that is loaded into an engine that was trained differently continues like the saved run."""
     is_resumed(build(stage), build(stage, seed=3), tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_run_resumes_to_the_bit(ranks, stage, tmp_path):
 @pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO1Engine, ZeRO3Engine)])
 @on_every_rank
 def test_training_goes_on_during_a_save(ranks, stage, tmp_path):
-    """`async_save` saves the values of the moment when it was called, although training changes them meanwhile."""
+    """`async_save` saves the values at the time of the call, although training changes them meanwhile."""
     is_resumed(build(stage), build(stage, seed=3), tmp_path, save=checkpoint.async_save)
 
 
@@ -199,7 +199,7 @@ def test_mixed_precision_saves_the_float32_shards(ranks, stage, tmp_path):
 @pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO3Engine)])
 @on_every_rank
 def test_an_offloaded_run_resumes(ranks, stage, tmp_path):
-    """With offload shards have memory of their own, which loading must reach, and the weights must follow."""
+    """With offload shards have their own memory. Loading must write to it, and update the weights."""
     engine, other = (build(stage, seed, offload_policy=CPUOffloadPolicy(pin_memory=False)) for seed in (0, 3))
     is_resumed(engine, other, tmp_path)
 
@@ -208,7 +208,7 @@ def test_an_offloaded_run_resumes(ranks, stage, tmp_path):
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam", *long(*list(OPTIMIZERS)[3:])])
 @on_every_rank
 def test_any_optimizer_resumes(ranks, name, tmp_path):
-    """Every torch optimizer that works element by element resumes, whatever its state has besides moments."""
+    """Every torch optimizer that works element by element resumes, with all values in its state."""
     engine, other = (build(ZeRO3Engine, seed, OPTIMIZERS[name]) for seed in (0, 3))
     is_resumed(engine, other, tmp_path)
 
@@ -216,7 +216,7 @@ def test_any_optimizer_resumes(ranks, name, tmp_path):
 @two_ranks
 @on_every_rank
 def test_options_of_groups_come_back(ranks, tmp_path):
-    """Learning rates of numpy or in a tensor, and what a scheduler adds, replace the options that were there."""
+    """Numpy and tensor learning rates, and options that a scheduler adds, replace the existing options."""
     engine, other = build(ZeRO1Engine), build(ZeRO1Engine, seed=3)
     torch.optim.lr_scheduler.StepLR(engine.optimizer, 2)
     first, second = engine.optimizer.param_groups
@@ -237,7 +237,7 @@ def test_options_of_groups_come_back(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_the_callers_values_come_back(ranks, tmp_path):
-    """Each rank gets back its own values, of the same types, also keys and containers that DCP would change."""
+    """Each rank gets back its own values with the same types, including keys and containers that DCP would change."""
     engine = build(ZeRO2Engine)
     value = {1: (2, [3.0]), "5": {7: None}, "empty": {}, "list": [], "deep": {"a": [{"b": True}]}}
     draws = torch.get_rng_state()
@@ -250,7 +250,7 @@ def test_the_callers_values_come_back(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_parameter_that_no_step_used_has_no_state_afterwards(ranks, tmp_path):
-    """Loading removes a state that the checkpoint does not have. AdamW would count its steps from there."""
+    """Loading removes a state that the checkpoint does not have. Otherwise AdamW would continue its step count."""
     engine, other = build(ZeRO2Engine), build(ZeRO2Engine, seed=3)
     checkpoint.save(engine, tmp_path)
     train(other, range(2))
@@ -263,7 +263,7 @@ def test_a_parameter_that_no_step_used_has_no_state_afterwards(ranks, tmp_path):
 @stages
 @on_every_rank
 def test_all_ranks_load_the_buffers_of_rank_0(ranks, stage, tmp_path):
-    """Ranks have seen different data, so BatchNorm's statistics differ. A mix of several ranks' would be nobody's."""
+    """Ranks have seen different data, so BatchNorm's statistics differ. They must not be mixed."""
     engine = build(stage)
     train(engine, range(2))
     expected = [copy.deepcopy(dict(engine.model.named_buffers()))]
@@ -280,7 +280,7 @@ def test_all_ranks_load_the_buffers_of_rank_0(ranks, stage, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_load_waits_for_the_save_that_is_written(ranks, tmp_path):
-    """One save at a time: what is loaded right after `async_save` is what it saves."""
+    """One save at a time: a load right after `async_save` gets its values."""
     engine = build(ZeRO1Engine)
     checkpoint.async_save(engine, tmp_path, step=1)
     checkpoint.async_save(engine, tmp_path, step=2)
@@ -291,14 +291,14 @@ def test_a_load_waits_for_the_save_that_is_written(ranks, tmp_path):
 
 
 def last_ranks(number):
-    """A group of the last ranks, whose rank in the group is another one than in the world. None on other ranks."""
+    """A group of the last ranks, whose ranks in the group and in the world differ. None on other ranks."""
     ranks = list(range(dist.get_world_size() - number, dist.get_world_size()))
     group = dist.new_group(ranks)
     return group if dist.get_rank() in ranks else None
 
 
 def everything(folder):
-    """All of a checkpoint by torch's own conversion: {name: value}, without who has written it.
+    """All values of a checkpoint by torch's own conversion: {name: value}, without the class of the optimizer.
 
     torch keeps a state for an empty parameter, of which an engine has no piece.
     """
@@ -336,7 +336,7 @@ def train_on_rank_0s_batches(trained, steps):
 
 
 def torch_run(odd=True, group=None, sharded=False):
-    """(model, optimizer) of torch's own: FSDP2's or plain."""
+    """(model, optimizer) in torch, with FSDP2 or plain."""
     model = seeded(Zoo, odd, seed=5)
     if sharded:
         for module in (*model.blocks, model):
@@ -365,7 +365,7 @@ def torch_load(trained, folder, group=None):
 @pytest.mark.parametrize("order", [STAGES, STAGES[::-1], *long([STAGES[1], STAGES[0], STAGES[2]])])
 @on_every_rank
 def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers, tmp_path):
-    """What is loaded and saved again is the same file content; and training comes out where one process does."""
+    """Loading and saving again gives the same file content, and training matches one process."""
     group, source = None, None
     for leg, (stage, number) in enumerate(zip(order, numbers)):
         group = last_ranks(number)
@@ -394,7 +394,7 @@ def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers,
 @three_ranks
 @on_every_rank
 def test_a_rank_that_was_not_there_gets_rank_0s_values(ranks, tmp_path):
-    """`extra` at a larger number of ranks: own values where there are any."""
+    """`extra` with more ranks than before: old ranks get their own values."""
     group = last_ranks(2)
     if group is not None:
         checkpoint.save(build(ZeRO2Engine, group=group), tmp_path, rank=dist.get_rank(group))
@@ -436,7 +436,7 @@ def test_an_engine_loads_fsdp2s_checkpoint(ranks, stage, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_plain_run_and_an_engine_exchange_checkpoints(ranks, tmp_path):
-    """One process on torch alone and an engine on two ranks take turns; the result is one process's throughout."""
+    """One process with only torch and an engine on two ranks take turns. The result always matches one process."""
     if dist.get_rank() == 0:
         theirs = torch_run()
         train_on_rank_0s_batches(theirs, range(2))
@@ -460,7 +460,7 @@ def test_a_plain_run_and_an_engine_exchange_checkpoints(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_it_survives_torchs_conversion_into_one_file(ranks, tmp_path):
-    """`dcp_to_torch_save` and back: all values are as before, the caller's too."""
+    """`dcp_to_torch_save` and back: no value changes, including the caller's."""
     engine = build(ZeRO2Engine)
     train(engine, range(2))
     checkpoint.save(engine, tmp_path / "ours", value={1: {}})
@@ -477,7 +477,7 @@ def test_it_survives_torchs_conversion_into_one_file(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", [4])
 @on_every_rank
 def test_replicas_write_each_shard_once(ranks, tmp_path):
-    """Of ranks with the same shard one writes it; and the run resumes on all of them."""
+    """One of the ranks with the same shard writes it, and the run resumes on all of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     engine, other = (build(ZeRO3Engine, seed, group=mesh) for seed in (0, 3))
     train(engine, range(2))
@@ -490,14 +490,14 @@ def test_replicas_write_each_shard_once(ranks, tmp_path):
 
 
 def fill(name, tensor):
-    """For what is in no checkpoint, such as a buffer that is not persistent."""
+    """For values that are in no checkpoint, such as a buffer that is not persistent."""
     tensor.fill_(1)
 
 
 @two_ranks
 @on_every_rank
 def test_a_model_on_meta_gets_its_weights_from_a_folder(ranks, tmp_path):
-    """`state_dict=` may be a checkpoint's folder, of an engine of another stage."""
+    """`state_dict=` can be a checkpoint's folder, even from a different stage."""
     engine = build(ZeRO1Engine)
     train(engine, range(2))
     checkpoint.save(engine, tmp_path)
@@ -512,14 +512,14 @@ def test_a_model_on_meta_gets_its_weights_from_a_folder(ranks, tmp_path):
             same(value, expected[name], what=name)
 
 
-# What a rank writes.
+# The files of each rank.
 
 
 @two_ranks
 @stages
 @on_every_rank
 def test_each_rank_writes_its_part(ranks, stage, tmp_path):
-    """Half of parameters and moments, in ZeRO-1 and -2 too, whose ranks have whole parameters; plus small headers."""
+    """Half of parameters and moments, and small headers. Also in ZeRO-1 and -2, whose ranks have whole parameters."""
     model = seeded(lambda: nn.Sequential(nn.Embedding(WORDS, 256), nn.Flatten(), nn.Linear(6 * 256, 256)))
     engine = stage(model, torch.optim.AdamW(model.parameters()))
     tokens, _ = own_batch(0)
@@ -555,7 +555,7 @@ def test_old_checkpoints_go(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_the_users_own_files_stay(ranks, tmp_path):
-    """Only folders that a save has named are deleted; a number that is taken is not used."""
+    """Only folders that a save has named are deleted, and a number that exists is not used."""
     engine = build(ZeRO1Engine)
     own = ["000008.partial", "000009.partial", "1²", "3notes.partial", "notes"]
     if dist.get_rank() == 0:
@@ -625,7 +625,7 @@ def remove(file):
 )
 @on_every_rank
 def test_a_damaged_checkpoint_is_refused(ranks, damage, file, error, text, tmp_path):
-    """One bit or one file is enough. The message names the file. The next good checkpoint loads."""
+    """One wrong bit or one missing file is enough. The message names the file. An older good checkpoint loads."""
     engine = build(ZeRO3Engine)
     train(engine, range(1))
     good = state_of(engine)
@@ -643,7 +643,7 @@ def test_a_damaged_checkpoint_is_refused(ranks, damage, file, error, text, tmp_p
 @two_ranks
 @on_every_rank
 def test_a_model_on_meta_does_not_load_a_damaged_folder(ranks, tmp_path):
-    """Weights of a damaged or unsafe folder are refused on all ranks there, too."""
+    """A damaged or unsafe folder raises an error on all ranks there too."""
     engine = build(ZeRO1Engine)
     checkpoint.save(engine, tmp_path)
     if dist.get_rank() == 0:
@@ -730,7 +730,7 @@ def one_group(model):
 )
 @on_every_rank
 def test_another_run_is_refused(ranks, options, text, tmp_path):
-    """A checkpoint of another model or optimizer, whose values would partly fit."""
+    """A checkpoint of a different model or optimizer, although some values would fit."""
     checkpoint.save(build(ZeRO3Engine, **options), tmp_path)
     is_refused(build(ZeRO2Engine), tmp_path, ValueError, text)
 
@@ -738,7 +738,7 @@ def test_another_run_is_refused(ranks, options, text, tmp_path):
 @two_ranks
 @on_every_rank
 def test_fewer_parameters_here_than_there_are_refused(ranks, tmp_path):
-    """DCP would load what fits. A model that has lost a layer is another model."""
+    """DCP would load the values that fit. A model that has lost a layer is a different model."""
     checkpoint.save(build(ZeRO3Engine), tmp_path)
     is_refused(build(ZeRO2Engine, odd=False), tmp_path, ValueError, "unexpected 'scale', 'empty'")
 
@@ -757,7 +757,7 @@ def test_another_shape_is_refused(ranks, tmp_path):
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @on_every_rank
 def test_another_optimizer_of_torchs_own_is_refused(ranks, kind, tmp_path):
-    """DCP does not save the optimizer's class, so its options tell it. Adam and AdamW differ in one of them."""
+    """DCP does not save the optimizer's class, so it is checked by its options. Adam and AdamW differ in one option."""
     if dist.get_rank() == 0:
         model = seeded(Zoo)
         optimizer = OPTIMIZERS[kind](groups_of(model))
@@ -769,7 +769,7 @@ def test_another_optimizer_of_torchs_own_is_refused(ranks, kind, tmp_path):
 @two_ranks
 @on_every_rank
 def test_weights_alone_are_refused(ranks, tmp_path):
-    """A checkpoint of a model without an optimizer has another layout."""
+    """A checkpoint of a model without an optimizer has a different layout."""
     if dist.get_rank() == 0:
         model = seeded(Zoo)
         dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "flat", no_dist=True)
@@ -783,7 +783,7 @@ def test_weights_alone_are_refused(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_module_that_refuses_its_extra_state_stops_the_load(ranks, tmp_path):
-    """`set_extra_state` is the module's own code. If it raises on one rank, every rank is as before."""
+    """`set_extra_state` is the module's own code. If it raises an error on one rank, no rank changes."""
     engine = build(ZeRO2Engine)
     checkpoint.save(engine, tmp_path)
     train(engine, range(2))
@@ -823,7 +823,7 @@ def test_what_could_not_be_loaded_is_not_saved(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_state_that_has_no_place_is_not_saved(ranks, tmp_path):
-    """Optimizer state of no parameter, or of which ranks have parts that cannot be put together."""
+    """Optimizer state that belongs to no parameter, or whose parts on the ranks cannot be put together."""
     engine = build(ZeRO1Engine)
     train(engine, range(1))
     states = engine.optimizer.state
@@ -862,7 +862,7 @@ def files_of_at_most(nbytes):
 @pytest.mark.parametrize("in_background", [False, True])
 @on_every_rank
 def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_path):
-    """The error names the rank, nothing is left over, and the earlier checkpoint and the next save are good."""
+    """The error names the rank, no files are left, and the earlier checkpoint and the next save are good."""
     engine = build(ZeRO1Engine)
 
     def save(**extra):
@@ -894,7 +894,7 @@ def no_space(*_):
 )
 @on_every_rank
 def test_a_checkpoint_that_cannot_be_completed_is_deleted(ranks, function, error, tmp_path):
-    """Rank 0 fails at the end, or finds that the new checkpoint cannot be read: no rank believes that it is saved."""
+    """If rank 0 fails at the end, or cannot read the new checkpoint, every rank raises an error."""
     engine = build(ZeRO1Engine)
     with patch(function, no_space):
         raised_on_every_rank(error, "rank 0: ", checkpoint.save, engine, tmp_path)
@@ -905,7 +905,7 @@ def test_a_checkpoint_that_cannot_be_completed_is_deleted(ranks, function, error
 @two_ranks
 @on_every_rank
 def test_tensor_parallelism_is_refused(ranks, tmp_path):
-    """Ranks of one data dimension have one part of each matrix, so a checkpoint would lack the others."""
+    """The ranks of one data dimension have only one part of each matrix, so a checkpoint would lack the others."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(seeded(lambda: nn.Linear(4, 4)), mesh["tensor"], ColwiseParallel())
     engine = ZeRO2Engine(model, ADAMW(model.parameters()), group=mesh["data"])

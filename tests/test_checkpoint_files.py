@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what a crash leaves, what a stranger may have put in, and rectangles."""
+"""The files of a checkpoint: after a crash, with malicious content, and the rectangles in them."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ from zerolab.engine.checkpoint.rectangles import Piece, cut_into_rectangles
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 1, 3), (1, 6), (3, 2, 2, 5), (2, 0, 3)])
 def test_rectangles_are_the_run_in_order(shape):
-    """The rectangles of every run hold exactly its elements, in order, and are as few as promised."""
+    """The rectangles of every run have exactly its elements, in order, and are as few as documented."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for first, end in itertools.combinations(range(whole.numel() + 1), 2):
         found = cut_into_rectangles(shape, first, end)
@@ -41,7 +41,7 @@ def test_rectangles_are_the_run_in_order(shape):
 
 
 def test_a_piece_is_not_copied():
-    """Each rectangle is a view, and the stand-in for the whole tensor has one element's memory."""
+    """Each rectangle is a view, and the `Piece` has the memory of one element."""
     elements = torch.arange(19.0)
     piece = Piece.of(elements, (6, 6), 8)
     assert piece.shape == (6, 6) and piece.untyped_storage().nbytes() == 4
@@ -55,9 +55,9 @@ ACTS = {"open", "write", "flush", "fsync", "close", "__exit__", "mkdir", "rename
 
 @contextlib.contextmanager
 def everything_that_was_on_disk(folder):
-    """A list of what `folder` has, {path: content, None for a folder}, after each of this thread's acts on files.
+    """A list of the contents of `folder`, {path: content, None for a folder}, after each file operation of this thread.
 
-    A process that is killed at that moment leaves just this.
+    A process that is killed at such a moment leaves exactly this.
     """
     found = []
 
@@ -87,7 +87,7 @@ def weights(engine):
 )
 @on_every_rank
 def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(ranks, stage, tmp_path):
-    """Whenever a rank dies in a save, the last checkpoint loads, or the new one; and the next save cleans up."""
+    """If a rank dies at any moment of a save, the last or the new checkpoint loads, and the next save cleans up."""
     rank = dist.get_rank()
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 3), nn.Flatten(), nn.Linear(18, 3)))
     engine = stage(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -124,7 +124,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(ranks, stage, tmp_path)
     assert first == sorted(first) and set(first) == {1, 2} and set(second) <= {1, 2}, steps
 
 
-# A stranger's list of contents: each is a pickle, written as its operations.
+# Malicious lists of contents: each is a pickle, written as its operations.
 
 
 def text(value):
@@ -160,7 +160,7 @@ STRANGERS = {
 
 
 def make_good(folder):
-    """A good checkpoint by DCP. Returns its list of contents."""
+    """Make a good checkpoint with DCP. Returns its list of contents."""
     with warnings.catch_warnings(action="ignore"):  # torch asks whether one process was meant
         dcp.save({"model": {"a": torch.ones(2, 3)}}, checkpoint_id=folder, no_dist=True)
     Folder(folder)
@@ -198,7 +198,7 @@ def test_a_list_that_points_out_of_its_folder_is_refused(tmp_path, path):
 @pytest.mark.parametrize("file", [".metadata", "SHA256SUMS", "__0_0.distcp"])
 @pytest.mark.parametrize("how", ["link", "pipe"])
 def test_a_file_that_is_elsewhere_or_a_pipe_is_not_opened(tmp_path, file, how):
-    """A link leads to a file of the user's, and opening a pipe would wait forever."""
+    """A link could lead to a file of the user, and opening a pipe would wait forever."""
     folder = tmp_path / "theirs"
     make_good(folder)
     (folder / "SHA256SUMS").touch()
@@ -209,7 +209,7 @@ def test_a_file_that_is_elsewhere_or_a_pipe_is_not_opened(tmp_path, file, how):
 
 
 def test_missing_elements_are_noticed(tmp_path):
-    """A list without some rectangles of a tensor. DCP would leave whatever is in memory there."""
+    """A list without some rectangles of a tensor. DCP would leave these elements unchanged."""
     whole = make_good(tmp_path)
     whole.state_dict_metadata["model.a"].chunks.clear()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(whole))

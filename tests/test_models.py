@@ -28,7 +28,7 @@ CLOSE_IN_FLOAT32 = 1e-8  # where `InFloat64` does not reach, because backward ru
 
 
 class InFloat64(TorchFunctionMode):
-    """Inside, nothing is computed in float32: most of these models ask for it in norms, in attention and in losses."""
+    """Inside, nothing is computed in float32. Most of these models use float32 in norms, attention and losses."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:
@@ -80,7 +80,7 @@ def bert():
 
 
 def t5():
-    """Its blocks return tuples, and the first one's position bias goes through all of them."""
+    """Its blocks return tuples, and the position bias of the first block is passed through all of them."""
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             d_model=12, d_kv=6, d_ff=20, num_layers=2, num_decoder_layers=3, num_heads=2, vocab_size=17, dropout_rate=0
@@ -115,7 +115,7 @@ class LoRA(nn.Module):
 
 
 def lora():
-    """A frozen Llama with trained matrices beside its projections."""
+    """A frozen Llama with trained matrices next to its projections."""
     model = llama().requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)

@@ -1,7 +1,7 @@
-"""Every optimizer of torch, built over the model's parameters, updates shards as it updates whole parameters.
+"""Every torch optimizer, built over the model's parameters, updates shards in the same way as whole parameters.
 
-A stage takes over the optimizer that the user built. So rates, decays and groups can follow a parameter's shape, its
-name or a mark on it. Here all of them are compared with plain torch in one process, in float64.
+A stage takes over the optimizer that the user built. So rates, decays and groups can depend on a parameter's shape,
+name or attributes. Here all of them are compared with plain torch in one process, in float64.
 """
 
 import inspect
@@ -121,7 +121,7 @@ def by_mark(params):
 
 
 def one_tiny_group(params):
-    """A group of which most ranks own nothing."""
+    """A group with no elements on most ranks."""
     *rest, last = params
     return [{"params": rest}, {"params": [last], "lr": 0.1}]
 
@@ -224,7 +224,7 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_by_name(ranks, stage)
 @pytest.mark.parametrize("stage", ENGINES)
 @on_every_rank
 def test_what_torch_refuses_here_has_torchs_error(ranks, stage, kind, flags):
-    """`capturable` needs a GPU, `differentiable` parameters that are no leaves, and SparseAdam sparse gradients."""
+    """`capturable` needs a GPU, `differentiable` needs parameters that are not leaves, SparseAdam sparse gradients."""
     pair = Pair(stage, seeded(Blocks), partial(kind, **flags))
     pair.backward(0)
     messages = []

@@ -1,8 +1,8 @@
-"""What an engine must be, in plain pytest. `./launch.sh conform mine.py` asks it of an engine of your own.
+"""The requirements on an engine, in plain pytest. `./launch.sh conform mine.py` tests your own engine.
 
     @pytest.mark.ranks(2, 3)                      how many ranks; by default two. `thorough=`: these with -m thorough
-    @pytest.mark.stages("zero2", "zero3")         asked of engines that promise to be like these; default: of all
-    @pytest.mark.chapters                         the three chapters are asked, too; `chapters("zero3")`: these
+    @pytest.mark.stages("zero2", "zero3")         for engines that promise to be like these; default: for all
+    @pytest.mark.chapters                         also for the three chapters; `chapters("zero3")`: for these
     @pytest.mark.parametrize("bucket_mb", [0, 1])
     def test_something(engine, bucket_mb):
         \"""One sentence: what must be true.\"""
@@ -11,10 +11,10 @@
         ...
         assert trained.world_size == dist.get_world_size()
 
-The body runs on every rank, all at the same time, and the test fails if it fails on one of them. `engine` is a
-`Subject` (subjects.py): a builder that is called as a stage is. `Pair` (pair.py) trains an engine and plain torch side
-by side. Models, batches and what records memory and traffic are in tests/helpers.py.
+The body runs on all ranks at the same time, and the test fails if it fails on one of them. `engine` is a `Subject`
+(subjects.py), a builder that is called like a stage. `Pair` (pair.py) trains an engine and plain torch and compares
+them. tests/helpers.py has models, batches and a recorder of memory and traffic.
 
-Parameters and fixtures are sent to the ranks, so they must be plain values: a name, a number, a path. A function or a
-class can be chosen on the rank by its name, from a dictionary.
+Parameters and fixtures are sent to the ranks, so they must be plain values: a name, a number, a path. To choose a
+function or a class, pass its name and look it up in a dictionary on the rank.
 """

@@ -1,12 +1,13 @@
-"""Who trains correctly, who refuses, who is silently wrong: the tests of tests/conformance, asked of any engine.
+"""Run the tests in tests/conformance with any engine: does it train correctly, raise an error, or is it silently wrong?
 
 ./launch.sh conform                  our engines, the chapters, torch's own, DeepSpeed if installed
 ./launch.sh conform fsdp2 mine.py 3  these, on three ranks where a test supports it (default: two)
 ./launch.sh conform zero2.py zero2   a chapter, and the engine that builds on it
 
-It is pytest: each test runs on ranks over gloo, and has an outcome for each engine: correct; refused (an error with a
-message); wrong (it trains, and silently differs); crash (an error without a message, or the process died); hang; not
-applicable (the engine documents nothing of the kind). The exit status is 0 if no engine is wrong, crashes or hangs.
+It is pytest. Each test runs on ranks over gloo, and has one of these outcomes for each engine: "correct", "refused" (an
+error with a message), "wrong" (it trains, but the results differ), "crash" (an error without a message, or the process
+died), "hang", or "not applicable" (the engine does not document the feature). The exit status is 0 if no engine is
+wrong, crashes or hangs.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A test on the ranks: what it runs there, and which of six outcomes that has.
+"""Run a test on the ranks, and find which of six outcomes it has.
 
 correct         nothing was raised
 wrong           an assertion of the test does not hold
 refused         the engine raised an error with a message
-crash           an error that nobody wrote a message for, or the process died
-hang            a rank waits for something that never comes
-not applicable  the engine documents nothing of the kind, or the machine lacks something
+crash           an error without a message for users, or the process died
+hang            a rank waits forever
+not applicable  the engine does not document the feature, or the machine lacks something
 """
 
 import functools
@@ -29,7 +29,7 @@ LOST = ("Timed out", "timed out", "Connection closed", "Connection reset", "Conn
 
 
 def outcome_on_ranks(ranks, module, name, arguments, engine):
-    """Run a test on so many ranks. Returns (outcome, message)."""
+    """Run a test on `ranks` ranks. Returns (outcome, message)."""
     try:
         answers = run_on_ranks(ranks, run_test, module, name, pickle.dumps(arguments), engine)
     except RankFailed as failed:
@@ -40,7 +40,7 @@ def outcome_on_ranks(ranks, module, name, arguments, engine):
 
 
 def outcome_of_failure(failed):
-    """Of all ranks together."""
+    """(outcome, message) of all ranks together."""
     reports = {}
     for rank, failure in failed.failures.items():
         reports[rank] = failure if isinstance(failure, tuple) else ("crash", failure)
@@ -69,7 +69,7 @@ def outcome_of_failure(failed):
 
 @functools.cache
 def rewrite_assertions():
-    """Have pytest rewrite the assertions of test modules when they are imported here, as it does where tests start."""
+    """Have pytest rewrite the assertions of test modules that are imported on a rank, as in the main process."""
     _prepareconfig(
         ["--noconftest", "-c", os.devnull, "--rootdir", str(TESTS)]
     )  # pytest's import hook is one of its parts
@@ -92,7 +92,7 @@ def run_test(module, name, arguments, engine):
 
 
 def report(error, one):
-    """(outcome, message) of what a test raised on this rank."""
+    """(outcome, message) of an error that a test raised on this rank."""
     excinfo = pytest.ExceptionInfo.from_exception(error)
     frames = traceback.extract_tb(error.__traceback__)
     in_tests = Path(frames[-1].filename).is_relative_to(TESTS)
@@ -110,13 +110,13 @@ def report(error, one):
 
 
 def refuses(error, frame, one):
-    """Whether somebody wrote a message for this error."""
+    """Whether the error has a message for users."""
     if not isinstance(error, WITH_A_MESSAGE) or not str(error):
         return False
     in_tests = Path(frame.filename).is_relative_to(TESTS)
     if in_tests and not isinstance(error, RuntimeError):  # torch's C++ has no frames: it raises at the caller's line
         return False
-    if one is not None and one.file:  # errors of torch's operations are accidents in a file of the user's
+    if one is not None and one.file:  # errors of torch's operations in a user's file are not deliberate
         own = Path(frame.filename).resolve() == Path(one.file).resolve()
         return frame.line.startswith("raise") and (own or not isinstance(error, ACCIDENTS))
     return True

@@ -1,7 +1,7 @@
-"""Other people's engines: what they document, and how each is used as its documentation says.
+"""Other people's engines: the features that they document, and how to use each according to its documentation.
 
-What an engine documents nothing of does not apply to it: the test is skipped, with the reason. A file's engine
-documents no options.
+If an engine does not document a feature, the test does not apply to it. It is skipped, with the reason. An engine in a
+file documents no options.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def adapted(subject, model, optimizer, options):
 
 
 def translated(subject, options, device):
-    """The options, as this engine calls them."""
+    """The options, under this engine's names."""
     documented = subject.documented
     group = options.get("group")
     if documented.options.get("group") == "mesh":
@@ -88,7 +88,7 @@ def translated(subject, options, device):
 
 
 def make_plain(model):
-    """Scalars get one dimension, and all parameters are contiguous. Returns the names of the scalars."""
+    """Give scalars one dimension, and make all parameters contiguous. Returns the names of the scalars."""
     scalars = [name for name, param in model.named_parameters(remove_duplicate=False) if param.ndim == 0]
     for param in model.parameters():
         param.data = param.data.reshape(1) if param.ndim == 0 else param.data.contiguous()
@@ -96,7 +96,7 @@ def make_plain(model):
 
 
 class Adapted:
-    """Another engine. What it has no method for does not apply to it."""
+    """Another engine. Tests that call a method that it does not have do not apply to it."""
 
     def __init__(self, subject, engine, scalars):
         self._subject = subject
@@ -164,5 +164,5 @@ class Adapted:
 
 
 def whole(value):
-    """A DTensor's whole value, of which this rank has a part. A collective."""
+    """The whole value of a DTensor, which has one part on this rank. A collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,4 +1,4 @@
-"""An engine on all ranks, and plain torch in one process on the batches of all ranks, side by side."""
+"""An engine on all ranks, compared with plain torch in one process on the batches of all ranks."""
 
 import contextlib
 import copy
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Pair:
-    """`trained` is the engine under test, over a copy of `model`; `plain` is the model itself. Both start equal.
+    """`trained` is the engine under test, with a copy of `model`. `plain` is the model itself. Both start equal.
 
-    The plain side runs on every rank alike, so that each rank can compare. It adds up the gradients of the ranks'
-    losses, each divided by N, so a loss may be any function `loss(model, *batch)` of a model, or of an engine.
+    Every rank runs the plain side too, so that it can compare. The plain side adds up the gradients of the ranks'
+    losses, each divided by N, so a loss may be any function `loss(model, *batch)` of a model or an engine.
 
     make_optimizer  called with the parameters, or with `groups(model)`
     data            `data(step, rank)` is a tuple, different in every step and on every rank
@@ -46,7 +46,7 @@ class Pair:
             model = model.to(engine.dtype)
         self.plain = model
         if start is None:
-            # The first of the ranks has the correct start. The others must get it from there.
+            # The first rank has the correct initial weights. The others must get them from it.
             start = different_on_ranks(model) if engine.broadcasts and self.rank else copy.deepcopy(model)
         self.model = start
         make = [make_optimizer(groups(each) if groups else each.parameters()) for each in (self.plain, self.model)]
@@ -55,7 +55,7 @@ class Pair:
         self.trained = engine(self.model, mine, **options)
 
     def rounded(self, dtype):
-        """Mixed precision by hand: a copy in `dtype`, which hands each of its gradients to `plain`."""
+        """Mixed precision by hand: a copy in `dtype` that passes each of its gradients to `plain`."""
         low = copy.deepcopy(self.plain).to(dtype)
         for buffer, exact in zip(low.buffers(), self.plain.buffers()):
             buffer.data = exact.data  # buffers keep their dtype
@@ -72,11 +72,11 @@ class Pair:
 
     @property
     def optimizers(self):
-        """Plain torch's and the engine's, for what a loop does to both."""
+        """The optimizers of plain torch and of the engine, for loops that change both."""
         return self.optimizer, self.trained.optimizer
 
     def batch(self, step, rank=None):
-        """The batch of one of the ranks; by default of this one."""
+        """The batch of a rank, by default of this one."""
         found = self.data(step, self.ranks[self.rank if rank is None else rank])
         if self.cast is None:
             return found
@@ -107,27 +107,27 @@ class Pair:
         self.trained.zero_grad()
 
     def train(self, steps=3, first=0):
-        """Both train for some steps, to the same weights."""
+        """Train both for some steps, and check that the weights are equal."""
         for step in range(first, first + steps):
             self.backward(step)
             self.step()
         self.check_weights()
 
     def clip(self, max_norm, norm_type=2.0):
-        """Both clip; the norms are the same. Returns the engine's."""
+        """Clip both, and check that the norms are equal. Returns the engine's norm."""
         expected = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm, norm_type)
         found = self.trained.clip_grad_norm_(max_norm, norm_type)
         same(found.double(), expected.double(), self.tolerance * max(1, expected.item()), f"the {norm_type}-norm")
         return found
 
     def evaluate(self, step=9):
-        """Both compute the same of this rank's batch."""
+        """Check that both compute the same from this rank's batch."""
         inputs = self.batch(step)[:-1]
         with torch.no_grad():
             same(self.trained(*inputs), self.plain(*inputs), self.tolerance, "an evaluation")
 
     def loss_of_engine(self, step=9):
-        """This rank's loss, of the engine only: the plain side does nothing."""
+        """This rank's loss of the engine. The plain side does nothing."""
         return self.loss(self.trained, *self.batch(step))
 
     def check_weights(self):

@@ -38,7 +38,7 @@ class Report:
                 return len(engines), 0
             return engines.index(params["engine"]), params["ranks"]
 
-        items[:] = [item for item in items if place(item)[0] < len(engines)]  # the command's own tests are not asked
+        items[:] = [item for item in items if place(item)[0] < len(engines)]  # without the command's own tests
         items.sort(key=place)
 
     def pytest_runtest_setup(self, item):
@@ -122,7 +122,7 @@ def main_line(message):
 
 
 def without_places(message):
-    """The message without what is only of this machine: of files their names stay, of addresses nothing."""
+    """The message without details of this machine: only the names of files stay, and no addresses."""
     message = re.sub(r"\b0x[0-9a-f]{6,}", "0x...", message)
     return re.sub(r"(?<![\w:/.])/[^\s\"',:;()]+", lambda path: Path(path[0]).name, message)
 

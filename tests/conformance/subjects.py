@@ -1,4 +1,4 @@
-"""Who is asked: our engines, the chapters, other people's engines, and an engine in a file."""
+"""The engines under test: our engines, the chapters, other people's engines, and an engine in a file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ CHAPTERS = tuple(f"{name}.py" for name in STAGES)  # "zero1.py": the chapter its
 
 @dataclass(frozen=True)
 class Subject:
-    """What a test gets as `engine`. Calling it builds one: `engine(model, optimizer, **options)`.
+    """The `engine` argument of a test. Calling it builds an engine: `engine(model, optimizer, **options)`.
 
     name        its name, or the path of its file
     like        the stage whose bytes, traffic and methods it promises, or None
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def broadcasts(self):
-        """Whether all ranks start with rank 0's weights. Else they must have the same already."""
+        """Whether all ranks start with rank 0's weights. Otherwise they must have equal weights already."""
         return self.ours or self.documented.broadcasts
 
     @property
@@ -57,7 +57,7 @@ class Subject:
         return adapted(self, model, optimizer, options)
 
     def with_options(self, **options):
-        """The same engine, which is always built with these options."""
+        """The same engine, always built with these options."""
         return Subject(**{**vars(self), "options": {**self.options, **options}})
 
     def weights(self, built):
@@ -72,7 +72,7 @@ class Subject:
 
 
 def subject(name: str) -> Subject:
-    """The engine with that name, or in that file."""
+    """The engine with this name, or in this file."""
     if name in CHAPTERS:
         stage = name.removesuffix(".py")
         return Subject(name, engines.CHAPTERS[stage], stage, chapter=True, promise=engines.ENGINES[stage].promise)

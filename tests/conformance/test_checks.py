@@ -1,4 +1,4 @@
-"""What cannot work raises an error that says what happened and what to do, on every rank; then training goes on."""
+"""Mistakes raise an error on every rank that says what happened and what to do. Then training continues."""
 
 import copy
 import io
@@ -67,7 +67,7 @@ def as_usual(model):
     return MOMENTUM(model.parameters())
 
 
-BUILDS = {  # what is done to the model, which gives an optimizer; options; the error's text
+BUILDS = {  # (a function that changes the model and returns an optimizer, options, the error's text)
     "scripted": (scripted, {}, "scripted"),
     "max_norm": (max_norm, {}, "max_norm"),
     "tied by data": (tied_by_data, {}, "share memory"),
@@ -87,7 +87,7 @@ BUILDS = {  # what is done to the model, which gives an optimizer; options; the 
 @ours
 @pytest.mark.parametrize("case", BUILDS)
 def test_builds_that_cannot_work(engine, case):
-    """They are refused on every rank; then the model can be built as it should."""
+    """They raise an error on every rank. Then the model can be built correctly."""
     change, options, text = BUILDS[case]
     model = seeded(Blocks)
     optimizer = change(model)
@@ -99,7 +99,7 @@ def test_builds_that_cannot_work(engine, case):
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("case", ["prefetch", "not a module", "of another model", "overlap", "twice"])
 def test_units_that_cannot_work(engine, case):
-    """Negative prefetch, what is no module of the model, and units that overlap."""
+    """Negative prefetch, units that are not modules of the model, and units that overlap."""
     model, other = seeded(Blocks), seeded(Blocks)
     block = model.blocks[0]
     options, text = {
@@ -115,7 +115,7 @@ def test_units_that_cannot_work(engine, case):
 
 @ours
 def test_a_model_has_one_engine(engine):
-    """A second one over the same model, and one over DDP's wrapper, are refused."""
+    """A second engine with the same model, or an engine with DDP's wrapper, raises an error."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()))
     if engine.like != "zero1":
@@ -163,7 +163,7 @@ DIFFERENT = {
 @ours
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_what_differs_on_one_rank_is_an_error_on_all(engine, case):
-    """A model or an option that differs on the last rank: every rank names it, and none waits."""
+    """If a model or an option differs on the last rank, every rank raises an error with its number, and none waits."""
     change, options = DIFFERENT[case]
     model = seeded(Blocks)
     last = dist.get_world_size() - 1
@@ -177,7 +177,7 @@ def test_what_differs_on_one_rank_is_an_error_on_all(engine, case):
 
 @ours
 def test_an_error_on_one_rank_is_raised_on_all(engine):
-    """A model that is frozen on one rank: the others raise the same, with that rank's number."""
+    """If a model is frozen on one rank, the other ranks raise the same error with this rank's number."""
     model = seeded(Blocks)
     if dist.get_rank() == 1:
         model.requires_grad_(False)
@@ -223,7 +223,7 @@ def test_gradients_that_have_moved_are_not_silently_none(engine, read):
 @pytest.mark.stages("zero1")
 @pytest.mark.parametrize("change", ["zero_grad", "none", "other"])
 def test_gradients_that_left_zero1s_bucket_are_refused(engine, change):
-    """They would not be sent. Edits in place count."""
+    """They would not be sent. Changes in place are kept."""
     pair = Pair(engine, seeded(Blocks))
     pair.train(1)
     pair.loss_of_engine().backward()
@@ -243,7 +243,7 @@ def test_gradients_that_left_zero1s_bucket_are_refused(engine, change):
 
 @ours
 def test_the_optimizers_zero_grad_is_refused(engine):
-    """It clears the pieces and not the engine's buffers: the next step raises an error."""
+    """It clears the pieces but not the engine's buffers, so the next step raises an error."""
     pair = Pair(engine, seeded(Blocks))
     pair.backward(0)
     pair.optimizer.step()
@@ -267,7 +267,7 @@ MOVES = {
 @pytest.mark.stages("zero1", "zero2")
 @pytest.mark.parametrize("move", MOVES)
 def test_a_model_that_moves_after_the_build_is_refused(engine, move):
-    """The step finds out, and the shards keep their values."""
+    """The step raises an error, and the shards keep their values."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()), bucket_mb=0)
     before = trained.full_state_dict()
@@ -299,7 +299,7 @@ READS = {
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("read", READS)
 def test_a_freed_weight_that_is_read_is_refused(engine, read):
-    """The error has the weight's name and the way to read it, and training goes on."""
+    """The error has the weight's name and the correct way to read it, and training continues."""
     pair = Pair(engine, seeded(Blocks))
     pair.train(1)
     with pytest.raises(RuntimeError, match="is freed"):
@@ -315,7 +315,7 @@ class Reentrant(Blocks):
 
 @pytest.mark.stages("zero1", "zero2")
 def test_reentrant_checkpoints_train(engine):
-    """In ZeRO-1 and -2. ZeRO-3 does not support them (the engines' page)."""
+    """In ZeRO-1 and -2. ZeRO-3 does not support them (docs/using-an-engine.md)."""
     Pair(engine, seeded(Reentrant)).train()
 
 
@@ -342,7 +342,7 @@ def stumble(gradient):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "no_sync"])
 def test_training_goes_on_after_an_exception(engine, where):
-    """An error in a forward or in the middle of a backward leaves nothing behind after `zero_grad()`."""
+    """After an error in a forward or in the middle of a backward, `zero_grad()` restores the engine."""
     if not engine.ours:
         pytest.skip(f"{engine.name} documents nothing about errors in a step")
     pair = Pair(engine, seeded(Stumbles))

@@ -1,4 +1,4 @@
-"""Everything is correct however late collectives run, and every one is waited for."""
+"""Results are correct even if collectives run as late as possible, and every collective is waited for."""
 
 import contextlib
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from conformance.pair import Pair
 
 @dataclass(eq=False)
 class Late:
-    """A collective that runs at the last moment that is allowed: inside `wait()`."""
+    """A collective that runs at the last possible moment: inside `wait()`."""
 
     run: object
     pending: list
@@ -30,9 +30,9 @@ class Late:
 
 @contextlib.contextmanager
 def late_collectives():
-    """A slow network. Yields the list of collectives that nobody has waited for yet.
+    """A slow network. Yields the list of collectives that were not waited for yet.
 
-    What a collective writes to is NaN until it runs, and its input is still needed.
+    A collective's output is NaN until it runs, and it reads its input only then.
     """
     pending = []
 
@@ -68,7 +68,7 @@ MODELS = {make.__name__: make for make in (Blocks, Frozen, Recomputed, Tied)}
 @pytest.mark.chapters
 @pytest.mark.parametrize("model", MODELS)
 def test_a_collective_may_run_as_late_as_its_wait(engine, model):
-    """Nothing is used before its collective was waited for, and none is forgotten."""
+    """No result is used before its collective was waited for, and no collective is forgotten."""
     pair = Pair(engine, seeded(MODELS[model]))
     with late_collectives() as pending:
         for step in range(3):
@@ -94,7 +94,7 @@ class Skipping(Blocks):
 
 @pytest.mark.stages("zero2", "zero3")
 def test_a_unit_that_was_gathered_for_nothing_is_waited_for(engine):
-    """With `find_unused` a skipped unit is no mistake, also where its gather is still in flight."""
+    """With `find_unused` a skipped unit is not an error, even if its gather is still in flight."""
     pair = Pair(engine, seeded(Skipping), find_unused=True)
     with late_collectives() as pending:
         for step in range(4):

@@ -1,4 +1,4 @@
-"""Engines that are dropped are freed, copies raise an error, and hooks of the caller's find what they look for."""
+"""Dropped engines are freed, copies raise an error, and the caller's hooks find weights and gradients."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ def test_a_dropped_engine_is_freed(engine, use):
     references = [weakref.ref(each) for each in things]
     del trained, model, things
     gc.collect()
-    deadline = time.monotonic() + 20  # gloo's thread lets go of a collective's buffers a moment after `wait()`
+    deadline = time.monotonic() + 20  # gloo's thread frees a collective's buffers a moment after `wait()`
     while any(each() is not None for each in references) and time.monotonic() < deadline:
         time.sleep(0.05)
         gc.collect()
@@ -69,7 +69,7 @@ def test_a_dropped_engine_is_freed(engine, use):
 @ours
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
 def test_copying_an_engine_raises_an_error(engine, way):
-    """One error, which names the ways to copy weights and to save."""
+    """The error says how to copy weights and how to save."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()))
     with pytest.raises(TypeError, match="full_state_dict"):
@@ -93,7 +93,7 @@ def test_train_and_eval_are_the_models(engine):
 
 
 class Branching(nn.Module):
-    """A branch that the loss does not use, of operations that save their own results for backward."""
+    """A branch that the loss does not use, with operations that save their own results for backward."""
 
     def __init__(self):
         super().__init__()
@@ -131,9 +131,9 @@ def test_what_autograd_has_saved_goes_with_the_graph(engine, way):
 @ours
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_find_weights_and_gradients(engine, when):
-    """Hooks around a unit's forward find its weights, and hooks on parameters this rank's gradients.
+    """Hooks around a unit's forward find its weights, and hooks on parameters find this rank's gradients.
 
-    They may have been registered before the engine was built or after it.
+    They can be registered before or after the engine is built.
     """
     model, plain, found = seeded(Blocks), seeded(Blocks), {}
     name = "blocks.1.up.weight"

@@ -1,4 +1,4 @@
-"""What a training loop does around forward, backward and step."""
+"""Training loops: accumulation, `no_sync`, evaluations, unusual backwards, clipping."""
 
 import contextlib
 import itertools
@@ -58,7 +58,7 @@ def test_no_sync_ends_where_it_ends(engine):
 
 @pytest.mark.stages("zero2", "zero3")
 def test_a_step_after_no_sync_only_is_refused(engine):
-    """Gradients that were kept on the rank are not taken for missing ones, and training goes on."""
+    """Gradients that were kept on the rank do not count as missing, and training continues."""
     pair = Pair(engine, seeded(Blocks))
     with pair.trained.no_sync():
         pair.loss_of_engine().backward()
@@ -70,7 +70,7 @@ def test_a_step_after_no_sync_only_is_refused(engine):
 
 @pytest.mark.chapters
 def test_evaluations_in_between_change_nothing(engine):
-    """A forward under no_grad may come between steps, between backwards, and between a forward and its backward."""
+    """A forward under no_grad can come between steps, between backwards, and between a forward and its backward."""
     pair = Pair(engine, seeded(Recomputed))
 
     def loss_then_evaluation(model, inputs, targets):
@@ -92,7 +92,7 @@ def test_evaluations_in_between_change_nothing(engine):
 
 @pytest.mark.chapters
 def test_a_forward_without_a_backward_changes_nothing(engine):
-    """With gradients enabled, right before the weights change: what it gathered must not be used afterwards."""
+    """With gradients enabled, right before the weights change: the gathered weights must not be used afterwards."""
     pair = Pair(engine, seeded(Blocks))
     for step in range(3):
         pair.backward(step)
@@ -113,7 +113,7 @@ def once_through_two_graphs(model, inputs, targets, scale):
 
 
 def interleaved(model, inputs, targets, scale):
-    """The next forward runs before the backward of the one before, as in a pipeline's schedule."""
+    """The next forward runs before the backward of the previous one, as in a pipeline's schedule."""
     first = mse(model, inputs, targets) * scale
     second = mse(model, 10 - inputs, targets) * scale
     first.backward()
@@ -127,7 +127,7 @@ WAYS = {way.__name__: way for way in (twice_through_one_graph, once_through_two_
 
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_may_be_called_in_any_way(engine, way):
-    """Twice through one graph, once through two, interleaved: as in plain torch."""
+    """Twice through one graph, once through two graphs, and interleaved, as in plain torch."""
     if not engine.ours and engine.documented.drops:
         pytest.skip(f"{engine.name} documents several backwards through its own `backward` only")
     pair = Pair(engine, seeded(Blocks))
@@ -141,7 +141,7 @@ def test_backward_may_be_called_in_any_way(engine, way):
 
 @pytest.mark.chapters
 def test_gradients_that_are_thrown_away_do_not_count(engine):
-    """`zero_grad()` clears what a backward has brought, and a step may follow after a new backward."""
+    """`zero_grad()` clears the gradients of a backward, and a step can follow after a new backward."""
     pair = Pair(engine, seeded(Blocks))
     for step in range(3):
         pair.loss_of_engine(20 + step).backward()
@@ -153,7 +153,7 @@ def test_gradients_that_are_thrown_away_do_not_count(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_steps_use_gradients_again_until_they_are_cleared(engine):
-    """Two steps after one backward update twice, and a backward after a step adds to what is there, as in torch."""
+    """Two steps after one backward update twice, and a backward after a step adds to the gradients, as in torch."""
     pair = Pair(engine, seeded(Blocks))
     for step in range(3):
         for part in range(2):
@@ -227,7 +227,7 @@ def test_schedulers_built_before_or_after_the_engine(engine, when):
 @pytest.mark.ranks(3, thorough=(2,))
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 def test_clipping_takes_the_norm_of_the_whole_model(engine, norm_type):
-    """The norm is that of all gradients, the same on every rank: no padding, and a tied weight once."""
+    """The norm is over all gradients and equal on every rank. A tied weight counts once, padding does not count."""
     pair = Pair(engine, seeded(Tied), ADAMW, tolerance=1e-10)
     for step in range(4):
         max_norm = 1e6 if step == 2 else 0.05
@@ -255,7 +255,7 @@ def test_a_backward_after_clipping_adds_to_what_was_clipped(engine):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_a_nan_on_one_rank_is_in_every_ranks_norm(engine, norm_type):
-    """A NaN or an inf in one rank's gradient shows in the norm on all ranks."""
+    """With a NaN or an inf in one rank's gradient the norm is NaN or inf on all ranks."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()))
     for value in (math.nan, math.inf):
@@ -268,7 +268,7 @@ def test_a_nan_on_one_rank_is_in_every_ranks_norm(engine, norm_type):
 
 @pytest.mark.ranks(3)
 def test_clipping_by_value(engine):
-    """`clip_grad_value_` is torch's on the whole model, also between two backwards of one step."""
+    """`clip_grad_value_` does what torch's does on the whole model, also between two backwards of one step."""
     pair = Pair(engine, seeded(Blocks))
     for step in range(3):
         for part in range(2):
@@ -282,7 +282,7 @@ def test_clipping_by_value(engine):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.chapters
 def test_a_rank_may_own_only_padding(engine):
-    """Three elements over four ranks: the last owns only padding, and still takes part."""
+    """Three elements over four ranks: the last rank owns only padding, and still joins the collectives."""
     pair = Pair(engine, seeded(Tiny))
     for step in range(3):
         pair.backward(step)
@@ -293,7 +293,7 @@ def test_a_rank_may_own_only_padding(engine):
 
 
 def test_gradients_can_be_changed_before_the_step(engine):
-    """After `reduce_gradients()` the optimizer's parameters have the mean, and what is written there counts."""
+    """After `reduce_gradients()` the optimizer's parameters have the mean, and changes to it are used by the step."""
     pair = Pair(engine, seeded(Blocks))
     for step in range(3):
         pair.backward(step)

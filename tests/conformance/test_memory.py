@@ -1,4 +1,4 @@
-"""What a rank holds, to the byte, and the most that is alive at any operation."""
+"""The bytes that a rank holds, exactly, and the most bytes that are alive at any operation."""
 
 import gc
 from functools import partial
@@ -17,9 +17,9 @@ MODELS = {make.__name__: make for make in (Blocks, Recomputed, Tied, Tiny)}
 
 
 class Wide(nn.Module):
-    """Large layers and hardly any activations, so that the bytes alive are parameters and gradients.
+    """Large layers and hardly any activations, so that the live bytes are parameters and gradients.
 
-    Sizes are powers of two: without padding the bytes are the accounting's, exactly.
+    Sizes are powers of two. So there is no padding, and the bytes equal the accounting exactly.
     """
 
     def __init__(self, width=64, blocks=6):
@@ -41,7 +41,7 @@ def wide_batch(step):
 
 
 def updated(trained):
-    """What the optimizer updates on this rank."""
+    """The tensors that the optimizer updates on this rank."""
     return [param for group in trained.optimizer.param_groups for param in group["params"]]
 
 
@@ -80,7 +80,7 @@ HELD = {  # (parameters, gradients, optimizer state) of Ψ parameters in bytes; 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
 def test_held_bytes_are_the_accounting(engine):
-    """Between backward and `zero_grad()` a rank holds what the chapter says, and nothing besides is alive."""
+    """Between backward and `zero_grad()` only the bytes in the chapter's accounting are alive."""
     model = seeded(Wide, dtype=torch.float32)
     psi = sum(param.numel() for param in model.parameters())
     expected = HELD[engine.like](psi, dist.get_world_size())
@@ -108,7 +108,7 @@ HELD_MIXED = {
 @pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_held_bytes_in_mixed_precision(engine):
-    """Whole weights take 2 bytes, shards 4; no whole float32 weights stay beside them."""
+    """Whole weights take 2 bytes and shards 4. No whole float32 weights are kept."""
     model = seeded(Wide, dtype=torch.float32)
     psi = sum(param.numel() for param in model.parameters())
     with Recorder(model.parameters()) as recorder:
@@ -128,7 +128,7 @@ def test_held_bytes_in_mixed_precision(engine):
 @pytest.mark.chapters
 @pytest.mark.parametrize("model", ["Tied", "Tiny"])
 def test_padding_is_all_that_uneven_sizes_add(engine, model):
-    """Every element has state on exactly one rank, and padding has none worth mentioning."""
+    """Every element has state on exactly one rank, and the state of padding is negligible."""
     model = seeded(MODELS[model], dtype=torch.float32)
     params = list(model.parameters())
     exact = 8 * sum(param.numel() for param in params)
@@ -149,7 +149,7 @@ PEAKS = {
 
 
 def peak_of(engine, **options):
-    """(the engine, the most bytes that any operation of its second step found alive)."""
+    """The engine, and the most bytes that were alive at an operation of its second step."""
     model = seeded(Wide, 256, dtype=torch.float32)
     if engine.like != "zero3":
         options["bucket_mb"] = 0  # a layer is a bucket
@@ -166,7 +166,7 @@ def peak_of(engine, **options):
 @pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_peak_is_the_accounting(engine):
-    """No operation of a step finds more alive than the accounting says and the chapter has, activations aside."""
+    """At no operation are more bytes alive than in the accounting and in the chapter, apart from activations."""
     trained, peak = peak_of(engine)
     psi = sum(param.numel() for param in trained.model.parameters())
     unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
@@ -187,7 +187,7 @@ def gathered(model):
 @pytest.mark.parametrize("model", ["Recomputed", "Blocks", "Tied"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_zero3_frees_what_it_gathers(engine, model, prefetch):
-    """The root, the unit at work and those prefetched have memory at any time, and nothing between the steps."""
+    """Only the root, the unit at work and the prefetched ones have memory at any time, and none between the steps."""
     model = seeded(MODELS[model], dtype=torch.float32)
     trained = engine(model, ADAMW(model.parameters()), prefetch=prefetch)
     sizes = sorted((unit.flat.nbytes for unit in trained.units if unit.module is not model), reverse=True)
@@ -219,7 +219,7 @@ class PartlyFrozen(Wide):
 
 
 class Idle(Wide):
-    """Each unit has a weight that is never used: with `find_unused` no unit is ever complete."""
+    """Each unit has a weight that is never used, so with `find_unused` no unit is ever complete."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ NOT_COMPLETE = {"frozen": (PartlyFrozen, {}), "unused": (Idle, {"find_unused": T
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("case", NOT_COMPLETE)
 def test_zero3_frees_units_that_are_never_complete(engine, case):
-    """A unit without a last gradient is freed when backward moves on: frozen, unused in part, or under `no_sync`."""
+    """A unit without a last gradient is freed when backward leaves it: frozen, partly unused, or under `no_sync`."""
     make, options = NOT_COMPLETE[case]
     model = seeded(make, dtype=torch.float32)
     trained = engine(model, FUSED(model.parameters()), **options)
@@ -273,7 +273,7 @@ def test_zero3_keeps_units_until_backward_if_asked(engine):
 @pytest.mark.stages("zero2")
 @pytest.mark.chapters
 def test_zero2_has_whole_gradients_of_two_buckets_at_most(engine):
-    """At any operation of a backward: the bucket that autograd fills, and the one in flight."""
+    """At any operation of a backward these are the bucket that autograd fills, and the one in flight."""
     model = seeded(Wide, dtype=torch.float32)
     trained = engine(model, FUSED(model.parameters()), bucket_mb=0)
     get_grad = torch._C.TensorBase.grad.__get__  # an engine's `param.grad` raises an error once the gradient has moved

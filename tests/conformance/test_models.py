@@ -1,4 +1,4 @@
-"""Models and losses by whose graphs backward comes to a unit's weights in unusual ways: correct, and all is freed."""
+"""Models and losses whose backward reaches a unit's weights in unusual ways: correct, and units are freed."""
 
 import collections
 import contextlib
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 def leaves(step, rank):
-    """(a leaf (4, 5) that requires a gradient, targets (4, 3)), different in every step and on every rank."""
+    """A leaf (4, 5) that requires a gradient and targets (4, 3), different in every step and on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return x.requires_grad_(), torch.randn(4, 3, generator=generator, dtype=torch.float64)
@@ -64,7 +64,7 @@ def mse(model, x, targets):
 
 
 def model_of(model):
-    """The model, of an engine or as it is."""
+    """The model of an engine, or the model itself."""
     return getattr(model, "model", model)
 
 
@@ -72,7 +72,7 @@ def model_of(model):
 
 
 class Router(Layers):
-    """The loss of a router is kept as an attribute, as mixtures of experts do."""
+    """The loss of a router is kept as an attribute, like in a mixture of experts."""
 
     @staticmethod
     def run(block, x):
@@ -81,7 +81,7 @@ class Router(Layers):
 
 
 class Apart(Layers):
-    """What a block returns requires no gradient; only the loss that it keeps does."""
+    """A block's output requires no gradient. Only the loss that it keeps does."""
 
     @staticmethod
     def run(block, x):
@@ -95,7 +95,7 @@ def with_kept_losses(model, x, targets):
 
 
 def features_of_hooks(model, x, targets):
-    """The loss also has what hooks have seen, on units and on layers in them."""
+    """The loss includes values from hooks on units and on layers inside them."""
     seen = []
     with contextlib.ExitStack() as hooks:
         for module in (model_of(model).blocks[0], model_of(model).blocks[1].a):
@@ -104,7 +104,7 @@ def features_of_hooks(model, x, targets):
     return F.mse_loss(out.detach() + out[:, :1], targets) + sum(each.pow(3).sum() for each in seen)
 
 
-# Outputs that are changed, or in odd forms.
+# Outputs that are changed in place or have unusual types.
 
 
 class View(Layers):
@@ -127,11 +127,11 @@ class Answer:
 
 
 class Output(dict):
-    """As libraries of language models return it."""
+    """An output like in libraries of language models."""
 
 
 class InForms(Layers):
-    """A block returns its output in a form."""
+    """A block returns its output in one of several types."""
 
     wrap = staticmethod(lambda h: Both(h, None))
     unwrap = staticmethod(lambda out: out.first)
@@ -191,7 +191,7 @@ class FrozenBlock(Layers):
         return x + y
 
 
-# Recomputation, saved tensors, functions of one's own.
+# Recomputation, saved tensors, custom functions.
 
 
 class RecomputedPart(Layers):
@@ -204,7 +204,7 @@ class RecomputedPart(Layers):
 
 
 class RecomputedSome(Layers):
-    """Blocks run again in backward, but for the middle one."""
+    """All blocks except the middle one run again in backward."""
 
     def use(self, block, x):
         return block(x) if block is self.blocks[1] else checkpoint(block, x, use_reentrant=False)
@@ -240,7 +240,7 @@ class OwnFunction(Layers):
 
 
 class ComputedWeights(Layers):
-    """Weights that forward computes from others: a product of two, and a part of one."""
+    """Weights that forward computes from other weights: a product of two, and a part of one."""
 
     @staticmethod
     def run(block, x):
@@ -299,7 +299,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_unusual_graphs(engine, case):
-    """Three steps, with evaluations in between, equal those of plain torch; ZeRO-3 has freed everything after each."""
+    """Three steps, with evaluations in between, match plain torch, and ZeRO-3 has freed everything after each step."""
     make, loss = CASES[case]
     pair = Pair(engine, seeded(make), data=leaves, loss=loss)
     for step in range(3):
@@ -321,7 +321,7 @@ def check_freed(engine, pair):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("options", [pytest.param("find_unused", marks=pytest.mark.thorough), "kept"])
 def test_unusual_graphs_with_other_lives_of_units(engine, case, options):
-    """The same where a unit is freed when backward moves on, and where it is kept from forward to backward."""
+    """The same if a unit is freed when backward leaves it, and if it is kept from forward to backward."""
     options = {"find_unused": {"find_unused": True}, "kept": {"reshard_after_forward": False}}[options]
     make, loss = CASES[case]
     pair = Pair(engine, seeded(make), data=leaves, loss=loss, **options)
@@ -374,7 +374,7 @@ def test_compiled_blocks_train(engine, backend):
 
 
 def test_the_loss_may_use_inputs_that_need_gradients(engine):
-    """A leaf of the caller's gets its gradient."""
+    """The caller's own leaf gets its gradient."""
     pair = Pair(engine, seeded(Layers), data=leaves, loss=partial(mse))
     x, targets = pair.batch(0)
     twin = x.detach().clone().requires_grad_()

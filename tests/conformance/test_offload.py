@@ -23,7 +23,8 @@ OPTIONS = {"alone": {}, "mixed precision": {"param_dtype": torch.bfloat16, "redu
 def test_offload_changes_no_value(engine, options):
     """Losses, norms and weights are correct with offload, through micro-batches and clipping.
 
-    On four ranks there are replicas, too. Both memories are the host's here; on a GPU the same lines copy between two.
+    On four ranks there are also replicas. Here both copies are in the host's memory. On a GPU the same lines copy
+    between two memories.
     """
     options = {**OPTIONS[options], "offload_policy": CPUOffloadPolicy(pin_memory=True)}
     if dist.get_world_size() == 4:
@@ -42,5 +43,5 @@ def test_offload_changes_no_value(engine, options):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_offload_beside_frozen_parameters(engine):
-    """Frozen parameters and buffers are computed with as ever."""
+    """The model computes with frozen parameters and buffers as without offload."""
     Pair(engine, seeded(Frozen), offload_policy=CPUOffloadPolicy(pin_memory=False)).train()

@@ -13,7 +13,7 @@ ROUNDING = 1e-10  # AdamW divides by small roots
 
 
 def by_shape(model):
-    """Weight decay for matrices only, as nanoGPT has it."""
+    """Weight decay for matrices only, as in nanoGPT."""
     params = [param for param in model.parameters() if param.requires_grad]
     return [
         {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.3},
@@ -48,7 +48,7 @@ def test_groups_keep_their_options(engine, groups):
 
 
 def test_groups_beside_frozen_parameters(engine):
-    """Frozen parameters are in no group; the others are updated as in plain torch."""
+    """Frozen parameters are in no group. The others are updated as in plain torch."""
     Pair(engine, seeded(Frozen), ADAMW, groups=by_shape, tolerance=ROUNDING).train()
 
 

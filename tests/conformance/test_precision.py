@@ -1,4 +1,4 @@
-"""Mixed precision and loss scaling: what is computed, kept and rounded in which dtype."""
+"""Mixed precision and loss scaling: the dtypes of computation, storage and rounding."""
 
 import dataclasses
 from functools import partial
@@ -25,7 +25,7 @@ def mse_in_float64(model, inputs, targets):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_rounded_copy_computes(engine, model, find_unused):
-    """Norms and weights are plain torch's with a bfloat16 copy that computes, and hands its gradients over.
+    """Norms and weights match plain torch with a bfloat16 copy that computes and passes on its gradients.
 
     Sums over ranks, and of two backwards, are in float64, so they are exact.
     """
@@ -81,7 +81,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_what_is_cast_and_what_stays_float32(engine):
-    """Weights and floating point inputs are cast, buffers and the caller's tensors are not; shards lose no update."""
+    """Weights and floating point inputs are cast. Buffers and the caller's tensors are not. Shards lose no update."""
     model = seeded(Mixed, dtype=FP32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trained = engine(model, ADAMW(model.parameters()), param_dtype=BF16, reduce_dtype=FP32)
@@ -145,7 +145,7 @@ SCALED = {"Blocks": Blocks, "Tiny": Tiny}
 @pytest.mark.parametrize("model", SCALED)
 @pytest.mark.parametrize("overflow_on", [0, 1])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(engine, model, overflow_on):
-    """All ranks skip the step in which one overflows, and no other. Of the tiny model some own only padding."""
+    """All ranks skip the step in which one rank overflows, and no other step. Some ranks own only padding."""
     data = partial(batch_with_overflow, overflow_on=overflow_on)
     pair = Pair(engine, seeded(SCALED[model]), data=data, loss=loss_times_factor)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -173,7 +173,7 @@ def test_float16_trains_with_a_loss_scaler(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_a_disabled_scaler_changes_nothing(engine):
-    """With `enabled=False` its calls do what the loop without it does."""
+    """With `enabled=False` the loop gives the same results as without a scaler."""
     pair = Pair(engine, seeded(Blocks), tolerance=EXACT)
     scaler = GradScaler("cpu", enabled=False)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Who trains together: a group of some ranks, a mesh, replicas."""
+"""The ranks that train together: a group of some ranks, a mesh, replicas."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 @pytest.mark.ranks(3)
 @pytest.mark.chapters
 def test_a_group_trains_without_the_other_ranks(engine):
-    """The ranks of the group train among themselves; a rank outside of it gets an error."""
+    """Only the ranks of the group train together. A rank outside of the group gets an error."""
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         Pair(engine, seeded(Tied), ranks=[0, 2], group=group).train()
@@ -39,7 +39,7 @@ def loss_with_factor(model, inputs, targets, factor):
 @pytest.mark.ranks(4)
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_two_groups_side_by_side_see_nothing_of_each_other(engine):
-    """Norms, unused parameters and overflows are each group's own."""
+    """Norms, unused parameters and overflows of one group do not affect the other."""
     groups = [dist.new_group([side, side + 2]) for side in (0, 1)]
     side = dist.get_rank() % 2
     pair = Pair(
@@ -60,7 +60,7 @@ def test_two_groups_side_by_side_see_nothing_of_each_other(engine):
 
 @pytest.mark.ranks(4)
 def test_one_dimension_of_a_mesh_is_a_group(engine):
-    """Of four ranks as 2 x 2, each pair of a dimension trains by itself."""
+    """On a 2 x 2 mesh of four ranks, each pair along one dimension trains independently."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
     first = 2 * mesh.get_local_rank("tensor")
     Pair(engine, seeded(Tied, seed=first), ranks=[first, first + 1], group=mesh["data"]).train()
@@ -71,7 +71,7 @@ def test_one_dimension_of_a_mesh_is_a_group(engine):
 def test_replicas_train_as_one_process(engine, rows):
     """On a mesh of replicas and shards all ranks train together, from rank 0's weights.
 
-    Also if gradients are clipped twice in a step: what was averaged stays averaged when a later backward adds to it.
+    This also holds if gradients are clipped twice in a step: a later backward adds to averaged gradients.
     """
     mesh = init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=("replicas", "shards"))
     pair = Pair(engine, seeded(Tied), group=mesh)
@@ -87,7 +87,7 @@ def test_replicas_train_as_one_process(engine, rows):
 @pytest.mark.ranks(3)
 @pytest.mark.stages("zero2")
 def test_replicas_of_some_ranks_need_no_other(engine):
-    """Ranks 0 and 1 of three are two replicas, and rank 2 is not asked for anything."""
+    """Ranks 0 and 1 of three are two replicas, and rank 2 takes part in nothing."""
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
     if dist.get_rank() < 2:
         Pair(engine, seeded(Blocks), ranks=[0, 1], group=mesh).train()

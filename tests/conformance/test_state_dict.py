@@ -30,7 +30,7 @@ def equal(found, expected):
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_state_goes_from_one_engine_into_another(engine, options):
-    """What is loaded is in use at once, and is given out as it was: frozen weights, buffers, ties."""
+    """A loaded state is used at once and returned unchanged, including frozen weights, buffers and ties."""
     options = OPTIONS[options]
     source, model = seeded(Frozen, seed=3), seeded(Frozen)
     trained = engine(model, ADAMW(model.parameters()), **options)
@@ -68,7 +68,7 @@ BROKEN = {
 @pytest.mark.parametrize("state", BROKEN)
 @pytest.mark.parametrize("ranks_that_have_it", ["all", "one"])
 def test_a_state_that_does_not_fit_changes_nothing(engine, state, ranks_that_have_it):
-    """It is refused by name on every rank, also if only one rank has it."""
+    """Every rank raises an error with the name, even if only one rank has the wrong state."""
     state, name = BROKEN[state]
     model = seeded(Tied)
     trained = engine(model, MOMENTUM(model.parameters()))
@@ -81,7 +81,7 @@ def test_a_state_that_does_not_fit_changes_nothing(engine, state, ranks_that_hav
 
 
 class Odd(nn.Module):
-    """Buffers as they lie in memory and of many dtypes, and quantized frozen weights; all differ between ranks."""
+    """Buffers with several memory layouts and dtypes, and quantized frozen weights. All differ between ranks."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def everyone(state):
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("options", ["alone", "mixed precision"])
 def test_every_buffer_and_every_quantized_weight_is_rank_0s(engine, options):
-    """However they lie in memory. Afterwards buffers are each rank's own, and the whole state has rank 0's."""
+    """With any memory layout. Afterwards each rank has its own buffers, and the whole state has rank 0's."""
     model = seeded(Odd, dtype=torch.float32)
     before = everyone({**model.state_dict(), "passing": model.passing})
     assert before[0] != before[1], "the ranks have the same buffers, so this proves nothing"
@@ -154,7 +154,7 @@ def test_every_buffer_and_every_quantized_weight_is_rank_0s(engine, options):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
-    """Where ranks' buffers are not alike, asking for the whole state names a rank, and nobody waits."""
+    """If the ranks' buffers differ in shape, `full_state_dict` raises an error with the rank, and no rank waits."""
     model = seeded(Frozen)
     trained = engine(model, MOMENTUM(model.parameters()))
     if dist.get_rank() == 1:
@@ -164,7 +164,7 @@ def test_buffers_of_other_shapes_are_an_error_on_all_ranks(engine):
 
 
 class Keeps(nn.Linear):
-    """It keeps something besides tensors, which goes into the model's state."""
+    """It has a value that is not a tensor in its state."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -179,7 +179,7 @@ class Keeps(nn.Linear):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_what_modules_keep_besides_tensors_is_rank_0s(engine):
-    """What `get_extra_state` returns goes through the whole state, and all ranks get rank 0's."""
+    """The whole state includes the result of `get_extra_state`, and all ranks get rank 0's."""
     model = seeded(lambda: nn.Sequential(Keeps()), dtype=torch.float32)
     trained = engine(model, ADAMW(model.parameters()))
     state = trained.full_state_dict()
@@ -190,7 +190,7 @@ def test_what_modules_keep_besides_tensors_is_rank_0s(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_loading_between_steps_trains_on_from_there(engine):
-    """The optimizer's state stays, and both sides go on from the loaded weights."""
+    """The optimizer's state stays, and both sides continue from the loaded weights."""
     pair = Pair(engine, seeded(Tied))
     pair.train(2)
     state = {name: value / 2 for name, value in pair.trained.full_state_dict().items()}

@@ -1,4 +1,4 @@
-"""Beside tensor parallelism and in torch's pipelines."""
+"""Engines with tensor parallelism, and in torch's pipelines."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ ours = pytest.mark.stages("zero1", "zero2", "zero3")
 
 
 class Layer(nn.Module):
-    """The MLP of a transformer: a matrix to be cut by columns, and one by rows."""
+    """The MLP of a transformer: one matrix is split by columns, the other by rows."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def small():
 
 
 def split(mesh, sequence=False):
-    """Megatron's cut of each block; with `sequence` norms are DTensors, too, and work on a part of the sequence."""
+    """Split each block as in Megatron. With `sequence` norms are DTensors too, and work on a part of the sequence."""
     model = seeded(small)
     plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
     if sequence:
@@ -78,7 +78,7 @@ def loss_of(model, tokens, targets):
 @ours
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallelism_beside_an_engine(engine, sequence):
-    """Losses, norms, overflows and weights are those of one process. Sums of cut products have another order."""
+    """Losses, norms, overflows and weights match one process. Sums of split products have a different order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     row = mesh.get_local_rank("data")
     ranks_of_group = dist.get_process_group_ranks(mesh.get_group("data"))
@@ -109,7 +109,7 @@ def test_tensor_parallelism_beside_an_engine(engine, sequence):
 @pytest.mark.ranks(4)
 @ours
 def test_tensors_that_are_split_over_the_same_ranks_are_refused(engine):
-    """A DTensor can be sharded over another dimension, not over its own once more; and it keeps its dtype."""
+    """A DTensor can be sharded over another dimension, but not over its own again, and it keeps its dtype."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     for options, text in (
         ({}, "another dimension"),
@@ -125,7 +125,7 @@ def test_tensors_that_are_split_over_the_same_ranks_are_refused(engine):
 @ours
 @pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
 def test_a_part_of_a_pipeline(engine, kind):
-    """The parts of a pipeline train as the whole model does in one process, with losses divided by hand."""
+    """The parts of a pipeline match the whole model in one process, with losses divided by hand."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
     index, count = mesh.get_local_rank("stages"), 4
     ranks = dist.get_process_group_ranks(mesh.get_group("data"))

@@ -1,4 +1,4 @@
-"""What a rank sends, in which order, and what it computes meanwhile."""
+"""The collectives of a rank, their order, and the computation meanwhile."""
 
 from functools import partial
 
@@ -21,12 +21,12 @@ def wide_engine(engine, **options):
 
 
 def sizes(trained):
-    """Elements of the whole buffers: of the buckets, or of the units and, last, the root."""
+    """Elements of the whole buffers of the buckets, or of the units with the root last."""
     return [bucket.numel for bucket in getattr(trained, "buckets", None) or trained.units]
 
 
 def expected_step(stage, sizes, ahead=1, no_sync=False):
-    """The collectives of a backward, and those of `step()`: [(kind, elements)]."""
+    """The collectives of a backward and of `step()`: [(kind, elements)] each."""
     gathers = [("all-gather", size) for size in sizes]
     if stage == "zero1":
         return [], [("all-reduce", size) for size in sizes] + gathers
@@ -61,14 +61,14 @@ def test_sent_is_the_accounting(engine, backwards):
     factor = {"zero1": 3, "zero2": backwards + 1, "zero3": 3 * backwards}[engine.like]
     sent = sum((2 if kind == "all-reduce" else 1) * elements for kind, elements in recorder.collectives)
     if engine.like == "zero3":
-        sent += backwards * sizes(trained)[-1]  # the root is gathered once, and not twice
+        sent += backwards * sizes(trained)[-1]  # the root is gathered once, not twice
     padding = 3 * 4 * dist.get_world_size() * len(recorder.collectives)
     assert factor * psi <= sent <= factor * psi + padding
 
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_no_sync_sends_no_gradients(engine):
-    """Under `no_sync` ZeRO-2 sends nothing and ZeRO-3 gathers only; the sum of all goes with the last backward."""
+    """Under `no_sync` ZeRO-2 sends nothing and ZeRO-3 only gathers. The last backward sends the sum of all."""
     trained = wide_engine(engine)
     with Recorder() as recorder:
         with trained.no_sync():
@@ -83,7 +83,7 @@ def test_no_sync_sends_no_gradients(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_mixed_precision_sends_two_bytes_per_weight(engine):
-    """Gathers send bytes of bfloat16; reductions have as many elements as before, in `reduce_dtype`."""
+    """Gathers send bytes of bfloat16. Reductions have the same number of elements as before, in `reduce_dtype`."""
     trained = wide_engine(engine, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with Recorder() as recorder:
         mse(trained, *wide_batch(0)).backward()
@@ -109,7 +109,7 @@ def test_zero3_gathers_nothing_twice_without_resharding(engine):
 @pytest.mark.ranks(4)
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_replicas_send_only_shards_of_gradients(engine):
-    """On a mesh of 2 x 2 a row does what a stage of two ranks does, and each shard crosses the rows once."""
+    """On a 2 x 2 mesh a row sends what a stage on two ranks sends, and each shard is sent across the rows once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     trained = wide_engine(engine, group=mesh)
     with Recorder() as recorder:
@@ -122,7 +122,7 @@ def test_replicas_send_only_shards_of_gradients(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_finding_the_unused_costs_one_small_all_reduce(engine):
-    """A step with `find_unused` sends what one without it sends, and one byte for each trained parameter."""
+    """A step with `find_unused` sends one more byte for each trained parameter."""
     found = []
     for find_unused in (False, True):
         trained = wide_engine(engine, find_unused=find_unused)
@@ -136,7 +136,7 @@ def test_finding_the_unused_costs_one_small_all_reduce(engine):
 
 @pytest.mark.chapters
 def test_a_step_sends_no_more_than_promised(engine):
-    """The 2Ψ or 3Ψ (N-1)/N elements that the engine's documentation says, and 1 % for notes."""
+    """At most the 2Ψ or 3Ψ (N-1)/N elements in the engine's documentation, with a tolerance of 1%."""
     if engine.promise is None:
         pytest.skip(f"{engine.name} says nothing of its traffic: COUNTERPART would")
     model = seeded(Wide, dtype=torch.float32)
@@ -154,7 +154,7 @@ def test_a_step_sends_no_more_than_promised(engine):
 @pytest.mark.ranks(4)
 @pytest.mark.chapters
 def test_what_is_shared_out_is_not_on_every_rank(engine):
-    """Of what the ranks share out, all four together hold at most two copies before `zero_grad()`."""
+    """Four ranks together hold at most two copies of the sharded tensors before `zero_grad()`."""
     if engine.promise is None:
         pytest.skip(f"{engine.name} says nothing of what its ranks share out: COUNTERPART would")
     kinds, _ = engine.promise
@@ -181,7 +181,7 @@ def test_what_is_shared_out_is_not_on_every_rank(engine):
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("model", MODELS)
 def test_zero3_gathers_the_next_unit_before_the_present_one_computes(engine, model):
-    """In forward and in backward: the gather is issued first, so that it travels while the unit computes."""
+    """In forward and in backward the gather is issued first, so that it is in flight while the unit computes."""
     make, data = MODELS[model]
     model = seeded(make, dtype=torch.float32)
     trained = engine(model, FUSED(model.parameters()))
@@ -235,7 +235,7 @@ class Branches(Blocks):
 @pytest.mark.stages("zero2")
 @pytest.mark.chapters
 def test_zero2_sends_buckets_in_one_order_on_all_ranks(engine):
-    """Last parameters first, in whatever order a rank's autograd finishes."""
+    """The last parameters first, in any order in which a rank's autograd finishes them."""
     model = seeded(Branches, dtype=torch.float32)
     trained = engine(model, FUSED(model.parameters()), bucket_mb=0)
     with Recorder() as recorder:

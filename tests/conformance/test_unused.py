@@ -9,7 +9,9 @@ from torch import nn
 
 from conformance.pair import Pair
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # decays what has a gradient, also one of zero
+ADAMW = partial(
+    torch.optim.AdamW, lr=1e-2, weight_decay=0.3
+)  # decays parameters that have a gradient, also a zero gradient
 
 
 class Choices(nn.Module):
@@ -50,7 +52,7 @@ class Adapted(nn.Module):
 
 
 def choices_of(step, rank, alike=False):
-    """The batch, and what forward is told. It differs between ranks, unless they are `alike`, but for the units."""
+    """The batch, and the choices for forward. They differ between ranks, except for units, unless `alike`."""
     who = step if alike else step + rank
     tokens, targets = batch(step, rank)
     return tokens, targets, who % 3, who % 4 == 0, step % 2 == 0
@@ -69,7 +71,7 @@ def choosing(engine, alike=False, **options):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("alike", [False, True])
 def test_what_no_rank_used_is_left_out_of_the_step(engine, alike):
-    """With `find_unused` it gets no decay and no momentum; the rest trains as ever."""
+    """With `find_unused` an unused parameter gets no decay and no momentum, and the others train as usual."""
     pair = choosing(engine, alike)
     for step in range(6):
         pair.backward(step)
@@ -84,14 +86,14 @@ UNITS = {"no prefetch": {"prefetch": 0}, "gathered until backward": {"reshard_af
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("options", UNITS)
 def test_unused_parts_of_units(engine, options):
-    """The same with other lives of units."""
+    """The same with other options for freeing units."""
     pair = choosing(engine, **UNITS[options])
     pair.train(4)
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_unused_parameters_and_several_backwards(engine, no_sync):
-    """What one of the backwards of a step used counts as used; gradients are also clipped."""
+    """A parameter that one backward of a step used counts as used. Gradients are also clipped."""
     pair = choosing(engine)
     for step in range(4):
         for micro in range(3):
@@ -102,7 +104,7 @@ def test_unused_parameters_and_several_backwards(engine, no_sync):
 
 
 def test_a_unit_that_all_ranks_skip(engine):
-    """A block that no rank runs in some steps is no mistake with `find_unused`."""
+    """With `find_unused` a block that no rank runs in some steps is not an error."""
 
     class Skipping(Blocks):
         skip = None
@@ -122,7 +124,7 @@ def test_a_unit_that_all_ranks_skip(engine):
 
 
 class Spare(Blocks):
-    """A weight that a forward may leave unused."""
+    """A model with a weight that a forward can leave unused."""
 
     use = True
 
@@ -137,7 +139,7 @@ class Spare(Blocks):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_a_missing_gradient_is_refused_by_name(engine):
-    """Without `find_unused` the step names the parameter and the option, on every rank; then training goes on."""
+    """Without `find_unused` every rank's error names the parameter and the option. Then training continues."""
     pair = Pair(engine, seeded(Spare))
     pair.train(1)
     pair.model.use = False

@@ -1,4 +1,4 @@
-"""Losses and weights are those of one process on the batches of all ranks."""
+"""Losses and weights match one process on the batches of all ranks."""
 
 from functools import partial
 
@@ -33,10 +33,10 @@ MODELS = {make.__name__: make for make in (Blocks, Tied, Frozen, Recomputed, Twi
 @pytest.mark.ranks(3, thorough=(1, 2, 4))
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_one_process(engine, model):
-    """Losses and weights equal those of one process on all batches, from rank 0's start.
+    """Losses and weights match one process on all batches that starts with rank 0's weights.
 
-    In float64, where the order of a sum makes 1e-15 and any mistake makes more than 1e-12. SGD with momentum and decay
-    keeps a trace of every gradient: a sum for a mean, a decay left out and another learning rate all show.
+    In float64 the order of a sum causes differences of 1e-15, and any mistake causes more than 1e-12. SGD with momentum
+    and decay keeps a trace of every gradient. A sum instead of a mean, a missing decay or a wrong rate is noticed.
     """
     Pair(engine, seeded(MODELS[model])).train()
 
@@ -44,7 +44,7 @@ def test_trains_as_one_process(engine, model):
 @pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.chapters
 def test_trains_as_one_process_with_adamw(engine):
-    """Also under the usual optimizer, whose state is what the ranks share out."""
+    """The same with the usual optimizer, whose state the ranks shard."""
     Pair(engine, seeded(Tied), ADAMW, tolerance=1e-10).train(5)  # division by small roots amplifies
 
 
@@ -79,7 +79,7 @@ def test_several_dtypes(engine):
 
 
 class Gpt(nn.Module):
-    """Attention, norms, a tied head: float32, and sizes that fill no vector register evenly."""
+    """Attention, norms and a tied head in float32, with sizes that are not multiples of a vector register."""
 
     def __init__(self, width=20):
         super().__init__()
@@ -98,7 +98,7 @@ class Gpt(nn.Module):
 
 
 def train_gpt(engine, **options):
-    """The losses of five steps in float32, and the weights then."""
+    """The losses of five steps in float32, and the weights afterwards."""
     model = seeded(Gpt, dtype=torch.float32)
     trained = engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
     losses = []
@@ -121,7 +121,7 @@ MIXED_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(engine, other, options):
     """A GPT's losses and weights in float32, and in mixed precision.
 
-    Both sides add the gradients of two ranks, and a + b is b + a. With more ranks the order of the sum differs.
+    Both sides add the gradients of two ranks, and a + b = b + a. With more ranks the order of the sum differs.
     """
     losses, weights = train_gpt(engine, **options)
     expected_losses, expected = train_gpt(subject(other), **options)
@@ -151,7 +151,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def test_a_step_on_integers_is_exact(engine, reduce_dtype):
     """The sum of integers is exact in any order, and the mean is rounded once, after the sum.
 
-    In float16 there may be no place for the sum where there is one for the mean. An inf on one rank reaches all.
+    In float16 the sum may overflow although the mean does not. An inf on one rank reaches all ranks.
     """
     size, dtype = dist.get_world_size(), DTYPES[reduce_dtype or "float32"]
     largest = {"bfloat16": 256, "float16": 2048}.get(reduce_dtype, 2**24) // size  # so that the sum is exact
@@ -170,13 +170,13 @@ def test_a_step_on_integers_is_exact(engine, reduce_dtype):
     trained(values[dist.get_rank()][None].float()).backward()
     trained.step()
     for name, weight in engine.weights(trained).items():
-        # From 0 a step of SGD with the rate 1 leads to just the negative of the gradient.
+        # From 0, a step of SGD with rate 1 gives the negative gradient.
         assert torch.equal(-weight[0], expected), name
 
 
 @pytest.mark.chapters
 def test_all_ranks_start_with_rank_0s_weights(engine):
-    """A model that differs between ranks starts as rank 0's, frozen parameters and buffers, too."""
+    """If the model differs between ranks, all start with rank 0's values, including frozen parameters and buffers."""
     if not engine.broadcasts:
         pytest.skip(f"{engine.name} wants equal weights on all ranks")
     model = seeded(Frozen, seed=10 * dist.get_rank())
@@ -188,7 +188,7 @@ def test_all_ranks_start_with_rank_0s_weights(engine):
 
 @pytest.mark.chapters
 def test_training_step_is_the_loop(engine):
-    """`training_step` returns this rank's loss, detached, and does what the loop by hand does."""
+    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand."""
     one, other = seeded(Blocks, dtype=torch.float32), seeded(Blocks, dtype=torch.float32)
     one, other = engine(one, ADAMW(one.parameters())), engine(other, ADAMW(other.parameters()))
     for step in range(2):
@@ -206,7 +206,7 @@ def test_training_step_is_the_loop(engine):
 
 
 class Loose(Blocks):
-    """Blocks that run in another order than they are declared, every second time."""
+    """Every second time the blocks run in a different order than declared."""
 
     turn = False
 
@@ -229,7 +229,7 @@ def test_units_may_run_in_any_order(engine):
 
 
 def record_step(build, make, options, silent=False):
-    """(collectives with their sizes, the loss, the weights) of the third step of what `build` builds."""
+    """The collectives with their sizes, the loss and the weights of the third step of the engine from `build`."""
     model = seeded(make, dtype=torch.float32)
     trained = build(model, ADAMW(model.parameters()), **options)
     data = [own_batch(step, dtype=torch.float32) for step in range(3)]
@@ -255,7 +255,7 @@ def compare_with_chapter(engine, make, **options):
 def test_an_engine_with_buckets_does_what_its_chapter_does(engine, bucket_mb):
     """Without options it issues the same collectives, and computes the same loss and weights to the bit.
 
-    Both hand the same numbers to the same operations.
+    Both pass the same numbers to the same operations.
     """
     compare_with_chapter(engine, Tied, bucket_mb=bucket_mb)
 
