@@ -131,7 +131,7 @@ class ZeRO1:
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
         As in the article, every rank receives the whole sum and uses 1/N of it. A reduce-scatter would bring only this
-        part: that is ZeRO-2's. All buckets are started before the first one is waited for. A communicator runs its
+        part: ZeRO-2 does that. All buckets are started before the first one is waited for. A communicator runs its
         collectives one after the other in any case. But if each were waited for first, a CPU would queue the next one
         late, and a GPU could not divide one bucket while the next one travels.
         """
@@ -259,7 +259,7 @@ class Bucket:
     def make_gradient(self):
         """Step 0 of ZeRO-1: a buffer for the gradients. Zeros, so that autograd can add to it and padding stays zero.
 
-        Every `param.grad` is a view of it, made here once. A gradient so exists only once, and needs no hook to get
+        Every `param.grad` is a view of it, made here once. So a gradient exists only once, and needs no hook to get
         into the bucket.
         """
         self.gradient = torch.zeros_like(self.flat)

@@ -287,7 +287,7 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
-        # What a forward without a backward has gathered becomes stale. A gather in flight still reads the shards.
+        # Units that a forward without a backward left gathered become stale. A gather in flight still reads the shards.
         self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
