@@ -39,7 +39,6 @@ from zerolab.measure.ledger import HELD, PartsLedger, explained, let_go
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
 from zerolab.run import commands, engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
-from zerolab.run.endings import SAID
 from zerolab.run.engines import DTYPES, ENGINES, build
 from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import Rank
@@ -62,9 +61,6 @@ COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  #
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = commands.compare(argv)
-    world_size = process_group.planned_world_size(options.backend, options.device)
-    if options.slow_rank and world_size is not None and options.slow_rank[0] >= world_size:
-        raise ValueError(f"--slow-rank {options.slow_rank[0]}: the ranks are 0 to {world_size - 1}")
     options.engines = engine_file.chosen(options, "compare", COMPARED)
     return options
 
@@ -251,7 +247,8 @@ def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    me = process_group.start(options.backend, options.device, options)
+    me = process_group.start(options.backend, options.device)
+    commands.check_world_size(options, me.world_size)
     about = referee_report.conditions(options, me)
     me.print(tables.wrapped(referee_report.headline(about, options, me)))
     referee = Referee(options, text, me)
@@ -265,7 +262,7 @@ def main() -> None:
     process_group.stop()
     json_file.write(file, result)
     if not result["match"]:
-        sys.exit(SAID)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

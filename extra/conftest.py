@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import conftest
-from conftest import on_gpus, quick_python, ranks, without_gpus  # noqa: F401  pytest finds them by their names
+from conftest import on_gpus, ranks, without_gpus  # noqa: F401  pytest finds them by their names
 
 
 def pytest_addoption(pluginmanager):

@@ -11,9 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from zerolab.run.starter import end_with_starter  # noqa: E402  it lies there, and torch wants these variables first
-
-end_with_starter()  # xdist's worker with xdist, and all that tests start with the test run
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: tests send it to some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,14 +56,6 @@ def on_gpus():
     ranks = OnGpus()
     yield ranks
     ranks.close()
-
-
-@pytest.fixture(scope="session")
-def quick_python():
-    """The path of a `python` that is started without the seconds of `import torch`, and all that it starts as well."""
-    import forked
-
-    return forked.python()
 
 
 def pytest_addoption(parser):

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from datetime import timedelta
 
-from zerolab.run.starter import STARTER, end_with_starter
+from zerolab.run.parent import end_with_parent
 
 TIMEOUT = 60  # seconds for a collective
 
@@ -51,8 +51,7 @@ def _destroy_what_the_last_case_made() -> None:
 
 def _serve(rank: int, world_size: int, store: str, pipe, backend: str, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the test run ends this one
-    os.environ[STARTER] = str(multiprocessing.parent_process().pid)  # and not the server, which outlives it
-    end_with_starter()
+    end_with_parent(signal.SIGKILL)  # the server, which ends with the process that has started it
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS is not deterministic
     gc.freeze()  # what was imported is no garbage: a collection, of which the tests make many, need not look at it
     gc.set_threshold(7000)  # and a tenth as many of them

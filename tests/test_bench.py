@@ -3,8 +3,8 @@
 import copy
 import json
 
-import forked
 import pytest
+import started
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ def test_ratios_are_of_steps_of_one_round():
 def test_engines_are_measured_beside_each_other(tmp_path):
     names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
     words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]
-    result, other = forked.on_ranks(["-m", "zerolab.measure.bench", *words], 2)
+    result, other = started.on_ranks(["-m", "zerolab.measure.bench", *words], 2)
     assert result.returncode == other.returncode == 0, result.stderr[-3000:]
     assert "Warning" not in result.stderr
     rows = json.loads(file.read_text())["sweeps"]["engines"]

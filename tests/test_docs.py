@@ -4,8 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-import forked
 import pytest
+import started
 from typed_commands import typed
 
 from zerolab.run.ranks import ROOT
@@ -169,7 +169,7 @@ def code(containing: str, page: str = "README.md") -> str:
 
 
 def test_a_chapters_step_is_traced():
-    result = forked.launch("zero1", "2", "--device", "cpu")
+    result = started.launch("zero1", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr[-3000:]
     assert "torchrun --standalone --nproc-per-node 2 -m zerolab.measure.walkthrough zero1 --device cpu" in result.stdout
     assert "Warning" not in result.stderr
@@ -179,7 +179,7 @@ def test_a_chapters_step_is_traced():
 def losses(script: Path, text: str, number: int) -> dict[int, float]:
     """What ranks print of their losses, when all of them have come to the end of this script."""
     script.write_text(text)
-    ranks = forked.on_ranks([str(script)], number)
+    ranks = started.on_ranks([str(script)], number)
     assert [rank.returncode for rank in ranks] == [0] * number, ranks
     printed = "".join(rank.stdout for rank in ranks)
     found = re.findall(r"rank (\d): loss ([\d.]+) on (?:its own data, 4 tensors|the data of its copy)", printed)
@@ -191,7 +191,7 @@ def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
     (tmp_path / "my_train.py").write_text(script.replace("range(first, 300)", "range(first, 200)"))
     steps = []
     for ranks in (2, 1):  # the second run has one rank
-        ended = forked.on_ranks([str(tmp_path / "my_train.py")], ranks)
+        ended = started.on_ranks([str(tmp_path / "my_train.py")], ranks)
         assert [rank.returncode for rank in ended] == [0] * ranks, ended
         printed = "".join(rank.stdout for rank in ended)
         steps.append([int(step) for step in re.findall(r"rank 0, step (\d+): loss", printed)])

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -303,9 +302,8 @@ def two_psi(reduce: str) -> str:
 
 
 @pytest.mark.long
-def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
+def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch):
     """Correct, wrong on one rank, endless, not begun, no Python: each has its line, its points and its reason."""
-    monkeypatch.setattr(sys, "executable", quick_python)
     skips = "def start_reduce(self, bucket):\n    if dist.get_rank():\n        return dist.all_reduce(bucket.gradient)"
     submitted = {
         "endless": (two_psi("def start_reduce(self, bucket):\n    while True: pass"), 0, "hangs in line"),
@@ -328,8 +326,7 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch, quick_python):
         assert f"{Path(each['file']).name} {points}" in printed
 
 
-def test_one_file_its_hints_and_its_exit_status(tmp_path, capsys, monkeypatch, quick_python):
-    monkeypatch.setattr(sys, "executable", quick_python)
+def test_one_file_its_hints_and_its_exit_status(tmp_path, capsys, monkeypatch):
     file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))
     status, said = run(capsys, "zero1_2psi", "--file", str(file), "--hint", "--hint")

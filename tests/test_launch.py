@@ -1,35 +1,34 @@
-"""launch.sh and the referee as a user runs them, mistakes included.
-
-A start through the door takes some ten seconds of a processor, most of them for imports. So these run in processes that
-have imported torch already: through the door (`forked.launch`), or without it (tests/forked.py).
-"""
+"""launch.sh and the referee as a user runs them, mistakes included."""
 
 import importlib.util
 import json
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import forked
+import psutil
 import pytest
+import started
 import torch
 import torch.distributed as dist
+import typed_commands
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
-from typed_commands import starts
 
 import fsdp2_compare as referee
-from zerolab.run import progress
-from zerolab.run import ranks as started_by
-from zerolab.run.engines import ENGINES, named
+from zerolab.measure.sweeps import SWEEPS
+from zerolab.run import commands, launch, progress
+from zerolab.run import ranks as run_ranks
+from zerolab.run.engines import CHAPTERS, ENGINES, named
 from zerolab.run.model import GPT, preset
 from zerolab.run.process_group import Rank
 from zerolab.run.ranks import ROOT
-
-START = str(ROOT / "zerolab" / "run" / "start.py")
+from zerolab.teach.exercises import EXERCISES
 
 
 def test_the_referee_compares(tmp_path):
@@ -37,7 +36,7 @@ def test_the_referee_compares(tmp_path):
     options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2", "--slow-rank", "1:0.01")
     names = named("compare")
     engines = ",".join([*names, "fsdp1", "fsdp1_article"])
-    result = forked.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
+    result = started.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(file.read_text())
     assert "MATCH: all 10 engines train alike." in result.stdout
@@ -71,7 +70,7 @@ SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "
 def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     """Nothing that lies there is imported in the project's place."""
     (tmp_path / "zerolab.py").write_text("raise SystemExit('not this one')")
-    result = forked.launch("compare", "1", *SMALL, folder=tmp_path)
+    result = started.launch("compare", "1", *SMALL, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "runs").iterdir()
     assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
@@ -84,23 +83,9 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_trains(monkeyp
 
 
 def test_what_cannot_be_written_is_named_below_the_results():
-    (result,) = forked.on_ranks(["fsdp2_compare.py", *SMALL, "--json", "/dev/full"], 1)
+    (result,) = started.on_ranks(["fsdp2_compare.py", *SMALL, "--json", "/dev/full"], 1)
     assert result.returncode == 2 and "diff to ddp" in result.stdout and "written" not in result.stdout
     assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
-
-
-@pytest.mark.long
-def test_whoever_reads_no_more_hears_no_more():
-    """As `head` does, which closes its end. The ranks end without a word."""
-    line = [str(ROOT / "launch.sh"), "zero1", "2", "--preset", "toy", "--steps", "5000"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = started_by.environment(PYTHON=forked.python())
-    with started_by.started(line, env=environment, **streams) as process:
-        while not (line := process.stdout.readline()).startswith("training step"):
-            assert line, process.stderr.read()
-        process.stdout.close()
-        assert process.wait(60) == 128 + signal.SIGPIPE
-        assert process.stderr.read() == ""
 
 
 @pytest.mark.long
@@ -109,7 +94,7 @@ def test_the_referee_in_bfloat16(tmp_path):
     file = tmp_path / "out.json"
     engines = "single,ddp,zero1,zero3,fsdp2,fsdp1_article"
     options = f"--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines {engines} --json {file}"
-    first, second = forked.on_ranks(["fsdp2_compare.py", *options.split()], 2)
+    first, second = started.on_ranks(["fsdp2_compare.py", *options.split()], 2)
     assert first.returncode == second.returncode == 0, first.stderr[-3000:] + second.stderr[-3000:]
     assert "bfloat16 with float32 reduction" in first.stdout and "Warning" not in first.stderr + second.stderr
     report = json.loads(file.read_text())
@@ -150,7 +135,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
     walkthrough = str(ROOT / "zerolab" / "measure" / "walkthrough.py")
     program = [walkthrough, stage, "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
-    result, other = forked.on_ranks(program, 2)
+    result, other = started.on_ranks(program, 2)
     assert result.returncode == other.returncode == 0, result.stderr[-3000:] + other.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
@@ -177,58 +162,112 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
-# The door: what launch.sh starts. What it refuses is in tests/test_refusals.py.
+# What launch.sh starts. What it refuses is in tests/test_refusals.py.
 
 
 @pytest.mark.parametrize(
-    "line, started",
+    "words, program",
     [
         ("compare", "fsdp2_compare"),
-        ("zero1", "zerolab.measure.walkthrough"),
-        ("zero3", "zerolab.measure.walkthrough"),
-        ("train zero2", "zerolab.run.train"),
+        ("zero1", "zerolab.measure.walkthrough zero1"),
+        ("zero3", "zerolab.measure.walkthrough zero3"),
+        ("train zero2", "zerolab.run.train zero2"),
         ("bench", "zerolab.measure.bench"),
     ],
 )
-def test_a_command_with_ranks_is_checked_and_then_started_by_torchrun(line, started):
-    """First one process checks the options and says how many ranks. Then torchrun starts as many of that program."""
-    command, *stage = line.split()
-    given = stage if command == "train" else [command] if command.startswith("zero") else []  # to the program
-    own = ["--preset", "toy", "--steps", "-1"]  # the last word is none of launch.sh's options, nor of torchrun's
-    for ranks in ("4", None):
-        _, ((asked, checked), (nothing, words)) = starts(command, *stage, *([ranks] if ranks else []), *own)
-        assert (asked, nothing) == (ranks or "auto", "")
-        assert words[:2] == [START, "zerolab.run.torchrun"]
-        found = parse_args(words[2:])
-        assert found.max_restarts == (3 if command == "train" else 0)
-        assert found.nproc_per_node == "3" and found.standalone  # as the check has said
-        assert found.training_script.removesuffix(".py") == started and importlib.util.find_spec(started)
-        program = [*(["-m"] if found.module else []), found.training_script]
-        assert [*program, *found.training_script_args] == [*program, *given, *own]
-        assert checked == [START, "zerolab.measure.enough_memory", started, *given, *own]
-    _, ((asked, words),) = starts(command, *stage, "--help")  # which needs no ranks
-    assert asked == "" and words[-1] == "--help" and "zerolab.run.torchrun" not in words
+def test_a_command_with_ranks_is_started_by_torchrun(words, program, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for ranks in (["3"], []):
+        line = typed_commands.started(*words.split(), *ranks, "--preset", "toy")
+        assert line[:2] == ["-m", "torch.distributed.run"]
+        found = parse_args(line[2:])
+        assert found.max_restarts == (3 if words.startswith("train") else 0)
+        assert found.standalone and found.nproc_per_node == (ranks or ["2"])[0] and found.module
+        module, *more = program.split()
+        assert found.training_script == module and importlib.util.find_spec(module)
+        assert found.training_script_args == [*more, "--preset", "toy"]
+        assert f"torchrun {shlex.join(line[2:])}\n" in capsys.readouterr().out  # the line to paste
 
 
 def test_a_command_without_ranks_is_one_process():
-    for command in ("memory", "plan", "bug", "report", "articles", "docs", "exercise", "check"):
-        _, ((asked, words),) = starts(command, "one", "--two")
-        assert asked == "" and words[0] == START
-        assert importlib.util.find_spec(words[1]) and words[2:] == ["one", "--two"]
-    for option in ("--host", "--ratios"):
-        _, ((asked, words),) = starts("bench", "--json", "file", option)
-        assert asked == "" and words[1:] == ["zerolab.measure.bench", "--json", "file", option]
+    for words in ("memory 4", "plan", "bug 3", "report", "articles", "docs --check", "exercise zero1", "check zero1"):
+        command, *given = words.split()
+        line = typed_commands.started(*words.split())
+        assert line == ["-m", *launch.ALONE[command], *given] and importlib.util.find_spec(line[1])
+    for given in (["--host"], ["--ratios", "README.md"]):
+        assert typed_commands.started("bench", *given) == ["-m", "zerolab.measure.bench", *given]
 
 
-def test_a_mistake_in_the_options_ends_it_before_torchrun():
+def test_without_a_number_there_is_a_rank_per_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
+    assert parse_args(typed_commands.started("compare")[2:]).nproc_per_node == "4"
+    assert parse_args(typed_commands.started("compare", "--device", "cpu")[2:]).nproc_per_node == "2"
+
+
+def test_names_that_are_known_without_torch_are_those_of_the_modules():
+    assert tuple(ENGINES) == commands.ENGINES and tuple(CHAPTERS) == commands.CHAPTERS
+    assert tuple(EXERCISES) == commands.EXERCISES and tuple(SWEEPS) == commands.SWEEPS
+
+
+def test_a_mistake_is_answered_before_torch_is_imported():
     """Really started. That every mistake is one line is held by tests/test_refusals.py."""
-    result = forked.launch("zero3", "2", "--prefetch", "-1")
-    assert result.returncode == 2 and result.stdout.splitlines()[1:] == []  # but for the words that it checks
-    assert result.stderr.count("\n") == 1 and "--prefetch: must be a whole number, 0 or more, got -1" in result.stderr
+    result = started.launch("zero3", "2", "--prefetch", "-1", PYTHONPROFILEIMPORTTIME=1)
+    times, words = [], []
+    for line in result.stderr.splitlines():
+        (times if line.startswith("import time:") else words).append(line)
+    assert result.returncode == 2 and result.stdout == "" and len(words) == 1
+    assert "--prefetch: must be a whole number, 0 or more, got -1" in words[0]
+    assert times and not any(line.split()[-1] == "torch" for line in times)
+
+
+def test_an_old_python_and_one_without_torch_are_named(tmp_path):
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1\nexit 1\n')
+    old.chmod(0o755)
+    result = started.launch("compare", PYTHON=old)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"error: PYTHON={old} is Python 3.10.1. Set PYTHON to a Python from 3.11 on\n"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
+    result = started.launch("compare", "2", PYTHON=tmp_path / "empty" / "bin" / "python")
+    assert result.returncode == 2 and "has no psutil: install it" in result.stderr
+
+
+SLEEPS = """
+import os, time
+os.write(1, f"rank {os.getpid()}\\n".encode())
+time.sleep(600)
+"""
+STARTS = """
+import sys
+from zerolab.run import launch
+sys.exit(launch.start([sys.executable, *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=["Ctrl-C", "SIGTERM", "kill -9"],
+)
+def test_no_process_is_left_when_a_command_is_stopped(tmp_path, number, status):
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS)
+    line = [sys.executable, "-c", STARTS, *run_ranks.torchrun(2), str(script)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, env=run_ranks.environment(), **streams) as process:
+        pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        pids += [child.pid for child in psutil.Process(process.pid).children()]
+        process.send_signal(number)
+        process.wait(100)
+        assert process.returncode == status
+        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 60)
+        assert not any(map(psutil.pid_exists, pids))
+        if number == signal.SIGINT:
+            assert process.stderr.read().endswith("\nstopped by SIGINT\n")
 
 
 def test_without_ranks_a_chapter_says_how_it_is_started():
-    alone = forked.alone(["zero2.py"])
+    alone = started.alone(["zero2.py"])
     assert alone.returncode == 1 and "torchrun --nproc-per-node 2 zero2.py" in alone.stderr
 
 
@@ -267,7 +306,7 @@ def test_when_a_rank_dies_or_hangs_every_other_one_ends_with_an_error(tmp_path, 
     file = tmp_path / "dying.py"
     file.write_text(DYING.format(stage=stage, fate=fate))
     # Nobody ends the others: they must do it themselves. A rank that hangs does so until they have.
-    *others, lost = forked.on_ranks([str(file)], world_size, ZERO_TIMEOUT=5)
+    *others, lost = started.on_ranks([str(file)], world_size, ZERO_TIMEOUT=5)
     assert lost.returncode == status
     assert ("raise" in fate) == (f"[rank {world_size - 1}] error: I have had enough" in lost.stderr), lost.stderr
     for rank, other in enumerate(others):
@@ -307,14 +346,14 @@ def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
 
 def test_rank_0_alone_may_take_longer_than_a_collective(ranks):
     """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
-    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone, port=forked.free_port())
+    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone, port=started.free_port())
     assert nothing == [] and waited == met and len(met) >= 3
     assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
 
 
 def test_two_machines_on_loopback():
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
-    port = forked.free_port()
+    port = started.free_port()
     page = (ROOT / "docs" / "machines.md").read_text()
     typed = r"^(NNODES=2 NODE_RANK=\d RDZV_ENDPOINT=localhost):29400 \./launch\.sh (.*)$"
     assert len(lines := re.findall(typed, page, re.MULTILINE)) == 2
@@ -322,7 +361,7 @@ def test_two_machines_on_loopback():
     def machine(line):
         environment = dict(word.split("=") for word in line[0].split())
         environment["RDZV_ENDPOINT"] += f":{port}"
-        return forked.launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
+        return started.launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(machine, lines)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerolab.measure import bench, dry_run, enough_memory, gpus, memory, memory_formulas, tables
+from zerolab.measure import dry_run, gpus, memory, memory_formulas, tables
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.ledger import HELD, PARTS, PartsLedger
 from zerolab.measure.memory import all_tables
 from zerolab.measure.watched_step import watched_step
+from zerolab.run import commands, enough_memory
+from zerolab.run import engines as registry
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.teach.articles.runs import dry_run as dry_run_of_articles
@@ -187,60 +189,36 @@ def test_real_allocations_are_close_to_the_dry_run(name):
     assert real["peak_bytes"] == pytest.approx(fake["peak_bytes"], rel=0.05)
 
 
-@pytest.fixture
-def free(monkeypatch):
-    """`free(1000)`: so many bytes are free."""
-    return lambda nbytes: monkeypatch.setattr(enough_memory, "free_bytes", lambda device: (nbytes, "here"))
+def test_a_models_parameters_are_counted_without_building_it():
+    for name, shape in commands.PRESETS.items():
+        assert enough_memory.parameters(shape) == number_of_parameters(preset(name)), name
 
 
-ASKED = {"engines": ["ddp", "zero3"], "batch": 4, "timed_steps": 0, "anyway": False}
+def test_the_state_of_an_engine_is_that_of_the_dry_runs_formula():
+    for name in registry.ENGINES:
+        if registry.ENGINES[name].promise:
+            options = argparse.Namespace(timed_steps=0)
+            expected = memory_formulas.held_by_formula(name, "fp32", number_of_parameters(preset("small")), 2)
+            assert enough_memory.needed(options, "small", [name], 2) == pytest.approx(expected), name
 
 
-@pytest.mark.parametrize("name", ("toy", pytest.param("tiny", marks=pytest.mark.long)))
-def test_what_a_command_needs_is_what_the_dry_run_says(name, free):
-    """Refused with a byte less, and the largest preset that fits is named; --anyway goes on."""
-    asked = argparse.Namespace(**ASKED, preset=name)
-    need = 2 * dry("ddp", "2", "--preset", name, "--batch", "4")["peak_bytes"]
-    free(need)
-    enough_memory.refuse_too_large(asked, 2, "cpu")
-    free(need - 1)
-    take = {"toy": "a smaller model or batch", "tiny": "--preset toy"}[name]
-    with pytest.raises(ValueError, match=rf"2 rank\(s\) need .* MB each, .* are free here: take {take}, or --anyway"):
-        enough_memory.refuse_too_large(asked, 2, "cpu")
-    asked.anyway = True
-    enough_memory.refuse_too_large(asked, 2, "cpu")
+def test_what_does_not_fit_is_refused_and_the_largest_preset_that_does_is_named(monkeypatch):
+    options = argparse.Namespace(preset="medium", timed_steps=0, anyway=False)
+    need = 2 * enough_memory.needed(options, "medium", ["ddp", "zero3"], 2)
+    assert need == 2 * 16 * number_of_parameters(preset("medium"))  # DDP's, which is the larger one
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda: need)
+    enough_memory.refuse_too_large(options, ["ddp", "zero3"], 2, 2)
+    monkeypatch.setattr(enough_memory, "free_bytes", lambda: need - 1)
+    with pytest.raises(ValueError, match=r"2 rank\(s\) need 9.7 GB or more, .* use --preset small, or --anyway"):
+        enough_memory.refuse_too_large(options, ["ddp", "zero3"], 2, 2)
+    options.anyway = True
+    enough_memory.refuse_too_large(options, ["ddp", "zero3"], 2, 2)
 
 
-def test_what_fits_is_named_beside_a_shape_of_ones_own(free):
-    free(2e8)
-    for shape, take in (([], "--preset toy"), (["--width", "8192"], "a smaller model")):
-        asked = bench.arguments(["--preset", "70b", *shape])
-        with pytest.raises(ValueError, match=f"take {take}"):
-            enough_memory.refuse_too_large(asked, 2, "cpu")
-
-
-def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch, free):
-    asked = argparse.Namespace(**ASKED, preset="toy")
-    need = dry("ddp", "4", "--preset", "toy", "--batch", "4")["peak_bytes"]
-    monkeypatch.setattr(enough_memory.accelerator, "count", lambda: 2)
-    free(2 * need)
-    enough_memory.refuse_too_large(asked, 4, "cuda:0")
-    with pytest.raises(ValueError, match=r"3 rank\(s\) need .* here"):
-        enough_memory.refuse_too_large(asked, 6, "cuda:0")
-
-
-def test_on_cpus_the_copy_that_gloo_makes_is_added():
-    asked = argparse.Namespace(**ASKED | {"engines": ["zero2"]}, preset="toy")
-    peak = dry("zero2", "2", "--preset", "toy", "--batch", "4")["peak_bytes"]
-    on_gpu, on_cpu = (enough_memory.bytes_of_rank(asked, "toy", 2, 2 * peak, device) for device in ("cuda", "cpu"))
-    assert on_gpu == peak and on_cpu == peak + 4 * number_of_parameters(preset("toy"))  # one bucket has all of them
-
-
-def test_engines_that_live_together_need_their_states_together():
-    asked = argparse.Namespace(**ASKED | {"timed_steps": 3}, preset="70b")
-    need = enough_memory.bytes_of_rank(asked, "70b", 4, free=1e9)
-    parameters = number_of_parameters(preset("70b"))
-    assert need == pytest.approx(16 * parameters + 16 * parameters / 4)  # DDP's, and ZeRO-3's
+def test_engines_that_are_timed_together_need_their_states_together():
+    options = argparse.Namespace(timed_steps=3)
+    need = enough_memory.needed(options, "70b", ["ddp", "zero3"], 4)
+    assert need == 16 * number_of_parameters(preset("70b")) * (1 + 1 / 4)
 
 
 def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):

@@ -9,12 +9,15 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import typed_commands
 
 from zerolab.engine import accelerator
 from zerolab.measure import figures
+from zerolab.run import launch
 from zerolab.run.ranks import ROOT
 from zerolab.teach import anywhere, by_hand, notebook, practice, quiz, watch_page
 
@@ -72,7 +75,7 @@ def test_links_lead_somewhere_and_to_the_next_notebook(file):
 
 
 @pytest.fixture(scope="module")
-def executed(quick_python, request):
+def executed(request):
     """{file: what came out of executing it, or the exception}: two notebooks at a time, as most of it is waiting.
 
     Their commands are started by the kernel's Python, so all of them need not import torch.
@@ -91,7 +94,6 @@ def executed(quick_python, request):
         with tempfile.TemporaryDirectory() as folder:
             # The kernel is spoken to by sockets in a folder: a port of its own may be one that a rank has taken.
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-            kernel.kernel_spec.argv[0] = quick_python
             client = nbclient.NotebookClient(cells, km=kernel, timeout=300, resources=where)
             try:
                 client.execute(env=environment, cleanup_kc=True)
@@ -184,7 +186,7 @@ def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
 # What they share.
 
 
-def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkeypatch, quick_python):
+def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkeypatch):
     returned = notebook.run("./launch.sh help")
     assert capfd.readouterr().out.startswith("$  ./launch.sh help\n") and "zero1|zero2|zero3" in returned
     assert notebook.part(returned, "Run", "Extras").splitlines()[0] == "Run and measure"
@@ -192,7 +194,6 @@ def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkey
         notebook.part(returned, "Run", "nothing")
     with pytest.raises(RuntimeError, match=r"ended with exit status 2:\n.*no command 'zero4'"):
         notebook.run("./launch.sh zero4 2")
-    monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setattr(notebook, "DOTS", 0)
     monkeypatch.setenv("WORLD_SIZE", "7")  # of a torchrun around the notebook
     monkeypatch.setenv("RANK", "3")
@@ -200,7 +201,7 @@ def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkey
     program.write_text("import os, sys, zerolab\nprint(sys.executable, os.environ.get('WORLD_SIZE'))\n")
     capfd.readouterr()
     line = f"torchrun --standalone --nproc-per-node 1 {program}"
-    assert notebook.run(line).split() == [quick_python, "1"]
+    assert notebook.run(line).split() == [sys.executable, "1"]
     assert re.search(r"\n\. \d+ s\n$", capfd.readouterr().out)  # quiet, and it goes on
 
 
@@ -269,32 +270,36 @@ def test_the_projects_own_way_is_shown_when_the_reader_has_tried(capsys):
         assert capsys.readouterr().out.startswith(begins)
 
 
-# The command. A Python that says what it was given stands for the real one.
+# The command.
 
 
-def test_launch_sh_opens_them_and_makes_html_copies(tmp_path):
-    fake, pages = tmp_path / "python", tmp_path / "pages"
-    environment = {**os.environ, "PYTHON": str(fake)}
+def test_launch_sh_opens_them():
+    root = ["--allow-root"] if os.getuid() == 0 else []
+    with mock.patch.object(launch, "has_jupyter", lambda python: True):
+        line = typed_commands.started("notebooks", "--no-browser")
+    assert line == ["-m", "jupyterlab", f"--notebook-dir={ROOT / 'notebooks'}", *root, "--no-browser"]
+    with mock.patch.object(launch, "has_jupyter", lambda python: False), pytest.raises(SystemExit) as ended:
+        typed_commands.started("notebooks")
+    assert ended.value.code == 2
 
-    def notebooks(*options, python='if [ "$1" = -c ]; then exit 0; fi\necho "$@"'):
-        fake.write_text(f"#!/bin/sh\n{python}\n")
-        fake.chmod(0o755)
-        line = [str(ROOT / "launch.sh"), "notebooks", *options]
-        return subprocess.run(line, env=environment, capture_output=True, text=True)
 
-    opened = notebooks("--no-browser")
-    root = " --allow-root" if os.getuid() == 0 else ""
-    assert opened.stdout == f"-m jupyterlab --notebook-dir={ROOT / 'notebooks'}{root} --no-browser\n", opened.stderr
-    without = notebooks(python='case "$2" in *jupyterlab*) exit 1 ;; esac')
-    assert without.returncode == 2 and "has no Jupyter" in without.stderr
-    # nbconvert executes and writes; then the pages lead to each other and to the project's files.
-    pages.mkdir()
-    (pages / "01_a.html").write_text('<a href="02b_c.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
-    made = notebooks("--html", str(pages))
-    assert made.returncode == 0 and f" nbconvert --to html --execute --output-dir={pages}" in made.stdout
-    assert all(str(file) in made.stdout for file in FILES)
-    said = f'<a href="02b_c.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
-    assert (pages / "01_a.html").read_text().strip() == said and len([*pages.iterdir()]) == 1
-    assert notebooks("--html", "pages", "--only").returncode == 2
-    failed = notebooks("--html", str(pages), python='[ "$1" = -c ]')
-    assert failed.returncode == 2 and "a cell has failed" in failed.stderr
+def test_launch_sh_makes_html_copies(tmp_path, monkeypatch, capsys):
+    """nbconvert executes and writes. Then the pages link to each other, and to the project's files."""
+    lines = []
+
+    def run(line, **options):
+        lines.append(line)
+        return subprocess.CompletedProcess(line, 0)
+
+    (tmp_path / "01_a.html").write_text('<a href="02b_c.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    assert launch.html("python", tmp_path) == 0
+    assert lines[0][:5] == ["python", "-m", "nbconvert", "--to", "html"] and set(map(str, FILES)) <= set(lines[0])
+    expected = f'<a href="02b_c.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
+    assert (tmp_path / "01_a.html").read_text() == expected
+    monkeypatch.setattr(launch.subprocess, "run", lambda line: subprocess.CompletedProcess(line, 1))
+    with pytest.raises(ValueError, match="a cell has failed"):
+        launch.html("python", tmp_path)
+    with pytest.raises(SystemExit):
+        launch.main(["notebooks", "--html", "pages", "--only"])
+    assert "--html takes a folder and nothing else, got 'pages --only'" in capsys.readouterr().err

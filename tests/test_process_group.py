@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerolab.run import process_group
+from zerolab.run import launch, process_group
 from zerolab.run.engines import CHAPTERS, STAGES
 
 
@@ -90,4 +90,4 @@ def test_tf32_is_what_torch_says():
     ],
 )
 def test_the_default_number_of_ranks_on_a_machine(backend, device, gpus, machines, ranks):
-    assert process_group.default_ranks(backend, device, gpus, machines) == ranks
+    assert launch.default_ranks(backend, device, gpus, machines) == ranks

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from zerolab.engine.checkpoint import folders
 from zerolab.run import process_group, train
-from zerolab.run.endings import LAUNCHER
 
 write = folders.write
 
@@ -45,7 +44,7 @@ class Disturbed(train.Training):
             hang()
         if self.me.rank == 1 and comes("stop", self.step):
             os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes
-            os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun
         return super().train()
 
 

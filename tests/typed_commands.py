@@ -1,7 +1,4 @@
-"""Commands as a user types them, without the seconds of a start: launch.sh, whose Python only says what it is given.
-
-What launch.sh would have started then runs in this process.
-"""
+"""Commands as a user types them behind ./launch.sh, in this process: no seconds of a start."""
 
 import contextlib
 import io
@@ -9,59 +6,46 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
-import tempfile
 import warnings
 from itertools import takewhile
-from pathlib import Path
 from unittest import mock
 
-import forked
-
-from zerolab.run import process_group
+from zerolab.run import launch, process_group
 from zerolab.run.ranks import ROOT
 
-SAYS_WHAT_IT_IS_GIVEN = """#!/bin/bash
-[ "$1" != -c ] || exit 0  # whether torch is there
-printf '%s\\n' "${{ZERO_PREFLIGHT:-}}" "$@" . >>{told}
-[ -z "${{ZERO_PREFLIGHT:-}}" ] || printf '3\\nbecause\\n'
-"""
+
+class Started(Exception):
+    """What would have been started: the arguments of Python."""
 
 
-def starts(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[tuple[str, list[str]]]]:
-    """How launch.sh ended, and (ZERO_PREFLIGHT or "", arguments) of each start of Python on the way."""
-    with tempfile.TemporaryDirectory() as folder:
-        fake, told = Path(folder, "python"), Path(folder, "told")
-        fake.write_text(SAYS_WHAT_IT_IS_GIVEN.format(told=told))
-        fake.chmod(0o755)
-        told.touch()
-        ended = forked.launch(*arguments, **{"PYTHON": str(fake), **environment})
-        calls = [call.split("\n") for call in told.read_text().split("\n.\n")[:-1]]
-        return ended, [(preflight, words) for preflight, *words in calls]
+def note(*line) -> None:
+    raise Started(list(line))
+
+
+def started(*words: str, **environment: str) -> list[str] | None:
+    """What `./launch.sh WORDS` starts: the arguments of Python. None if it has answered itself."""
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(launch, "environment", lambda: "python"),
+        mock.patch.object(launch, "replace_by", note),
+        mock.patch.object(launch, "start", lambda line: note(*line)),
+        contextlib.chdir(ROOT),
+    ):
+        try:
+            status = launch.main(list(words))
+        except Started as line:
+            return line.args[0][1:]
+        raise SystemExit(status)
 
 
 def typed(line: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of what `./launch.sh LINE` starts first; NAME=value before it, as in a shell.
-
-    Where launch.sh itself refuses the line, they are its own.
-    """
+    """(exit status, stdout, stderr) of `./launch.sh LINE`, to the point where ranks meet. NAME=value as in a shell."""
     words = shlex.split(line)
     environment = dict(word.split("=", 1) for word in takewhile(re.compile("[A-Z_]+=").match, words))
-    ended, calls = starts(*words[len(environment) :], **environment)
-    if not calls:
-        return ended.returncode, ended.stdout, ended.stderr
-    preflight, program = calls[0]
-    status, out, err = _run(program, environment | {"ZERO_PREFLIGHT": preflight} if preflight else environment)
-    return (2 if preflight and status else status), out, err  # launch.sh makes it 2
-
-
-def _run(program: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
-    """`python PROGRAM`, a script or `-m module` and its arguments, in this process."""
-    out, err, module = io.StringIO(), io.StringIO(), program[0] == "-m"
+    out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(sys, "argv", program[module:]),
         mock.patch.object(os, "_exit", sys.exit),
         mock.patch.object(process_group, "record", lambda main: main),  # torch's: it would have crashes told to `err`
         contextlib.chdir(ROOT),
@@ -70,10 +54,13 @@ def _run(program: list[str], environment: dict[str, str]) -> tuple[int, str, str
         warnings.catch_warnings(action="ignore"),  # that the module is imported already
     ):
         try:
-            if module:
-                runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(program[0], run_name="__main__")
+            program = started(*words[len(environment) :])
+            out.seek(0)
+            out.truncate()  # the line of torchrun
+            start_of_module = program.index("-m", program.index("-m") + 1 if "torch.distributed.run" in program else 0)
+            module, *arguments = program[start_of_module + 1 :]
+            with mock.patch.object(sys, "argv", [module, *arguments]):
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
             status = 0
         except SystemExit as leaving:
             status = leaving.code or 0

@@ -5,65 +5,21 @@ import math
 import os
 from dataclasses import replace
 
-from extra.planner.hardware import GPUS, NETWORKS, Cluster
-from extra.planner.one_rank import ENGINES, RECOMPUTED, Setup
-from zerolab.run.command_line import Parser
-from zerolab.run.commands import check_writable
+from extra.planner.hardware import GPUS, Cluster
+from extra.planner.one_rank import ENGINES, Setup
+from zerolab.run import commands
 from zerolab.run.engines import ENGINES as REGISTRY
-from zerolab.run.model import PRESETS, GPTConfig, preset
+from zerolab.run.model import GPTConfig, preset
 
 SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")  # from 1 on
 ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
-CHOICES = {"gpu": GPUS, "network": NETWORKS, "dtype": ("fp32", "bf16"), "checkpoint_activations": RECOMPUTED,
-           "sweep": SWEEPS}  # fmt: skip
-
-
-def parser() -> Parser:
-    made = Parser("plan [N]", description="How long a step would take on hardware that is not here.")
-    add = made.add_argument
-    add("--preset", default=None, help=f"model shape: {', '.join(PRESETS)} (default 7b)")
-    for name, words in (
-        ("layers", "blocks, instead of a preset; with --width, --heads, --vocab, --seq"),
-        ("width", "width of the blocks"),
-        ("heads", "heads of attention"),
-        ("kv-heads", "heads of keys and values (default: as many)"),
-        ("ffn", "width inside the MLP (default: 4 times the width)"),
-        ("vocab", "tokens that the model knows"),
-        ("seq", "tokens per sequence (default: the preset's)"),
-    ):
-        add(f"--{name}", type=int, help=words)
-    add("--gated", action="store_true", help="a gated MLP: three weights and not two")
-    add("--tied", action="store_true", help="embedding and head share one weight (presets do, other shapes do not)")
-    add("--gpu", default="h100", help=f"{', '.join(GPUS)} (default h100)")
-    add("ranks", metavar="N", nargs="?", type=int, default=64, help="GPUs in all (default 64)")
-    add("--ranks-per-node", type=int, default=8, help="GPUs in a node (default 8)")
-    add("--engines", default=",".join(ENGINES), help=f"any of {', '.join(ENGINES)} (default all)")
-    add("--dtype", default="bf16", help="fp32 or bf16 over float32 gradients and weights (default bf16)")
-    add("--micro-batch", type=int, default=1, help="sequences per rank and backward (default 1)")
-    add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
-    add("--checkpoint-activations", default="none", help=f"{', '.join(RECOMPUTED)}: computed again in backward")
-    add("--prefetch", type=int, default=1, help="units that zero3 and hybrid gather ahead (default 1)")
-    add("--bucket-mb", type=float, help="MiB of a bucket of ddp, zero1 and zero2 (default: their own)")
-    add("--intra-GBps", type=float, help="a GPU's links inside a node, GB/s per direction (default: the GPU's)")
-    add("--network", help=f"between the nodes: {', '.join(NETWORKS)} (default infiniband)")
-    add("--inter-GBps", type=float, help="instead of --network: what a ring across nodes reaches, GB/s")
-    add("--alpha-us", type=float, help="instead of --network: microseconds of a hop in a collective across nodes")
-    add("--efficiency", type=float, help="share of the peak of matrix products (default: the GPU's, see --validate)")
-    add("--sweep", help=f"a figure along one of {', '.join(SWEEPS)}, and its break-even")
-    add("--out", default="plans", help="folder for the figures of --sweep (default plans)")
-    add("--validate", action="store_true", help="hold the planner against published measurements")
-    add("--scale", action="store_true", help="7b and 70b on 8 to 4,096 GPUs")
-    add("--json", help="write the results to this file")
-    return made
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError if they cannot work."""
-    line = parser()
-    options = line.parse_args(argv)
-    line.needs("--out", "--sweep")
+    options = commands.plan(argv)
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in given.keys() & {*WHOLE}:
         if not 1 <= given[name] <= 10**6:
@@ -71,8 +27,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in given.keys() & {*ABOVE_0}:
         if not (math.isfinite(given[name]) and given[name] > 0):
             raise ValueError(f"{_flag(name)} must be more than 0, got {given[name]:g}")
-    for name in given.keys() & CHOICES.keys():
-        _one_of(name, given[name], CHOICES[name])
     if given.get("efficiency", 1) > 1:
         raise ValueError(f"--efficiency is a share of the GPU's peak, at most 1, got {options.efficiency:g}")
     if options.prefetch < 0:
@@ -89,7 +43,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         except OSError as error:
             raise ValueError(f"--out {options.out!r} must be a folder for the figures: {error.strerror}") from error
     options.network = options.network or "infiniband"
-    options.engines = list(dict.fromkeys(name.strip() for name in options.engines.split(",") if name.strip()))
+    options.engines = list(
+        dict.fromkeys(name.strip() for name in (options.engines or ",".join(ENGINES)).split(",") if name.strip())
+    )
     for name in options.engines or [""]:
         _one_of("engines", name, ENGINES)
     check_ranks(options.ranks, options.ranks_per_node)
@@ -104,7 +60,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                 "would be zero3: use --engines zero3, or more ranks than a node has"
             )
     GPUS[options.gpu].flops(options.dtype)
-    check_writable("--json", options.json)
     options.config = _config(options)
     return options
 

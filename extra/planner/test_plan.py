@@ -31,6 +31,7 @@ from zerolab.measure.fake_ranks import build_alone, fake_ranks
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.traffic import sent_bytes
 from zerolab.measure.watched_step import Seen, watched_step
+from zerolab.run import commands
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, preset
 from zerolab.teach.articles.claim import Claim
 
@@ -502,11 +503,17 @@ def test_what_the_page_names_is_there():
     assert {word for words in planned for word in words if word.startswith("--")} <= options
 
 
+def test_the_choices_of_options_are_those_of_the_planner():
+    for option, names in (("gpu", GPUS), ("network", NETWORKS), ("checkpoint-activations", one_rank.RECOMPUTED)):
+        for name in names:
+            commands.plan([f"--{option}", name])  # exits for a name that is no choice
+
+
 NUMBERS = [name.replace("_", "-") for name in (*plan_options.WHOLE, *plan_options.ABOVE_0) if name != "ranks"]
 CHOICES = ("gpu", "network", "dtype", "engines", "checkpoint-activations", "sweep")
 REFUSED = {  # the arguments of ./launch.sh plan: the message
     **{f"--{name} 0": f"--{name} must be" for name in NUMBERS},
-    **{f"--{name} other": f"--{name} must be one of" for name in CHOICES},
+    **{f"--{name} other": "'other'" for name in CHOICES},
     "8 --engines hybrid": "would be zero3",
     "0": "N must be from 1 to 1,000,000, got 0",
     "12": "12",

@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import forked
 import psutil
 import pytest
+import started
 import torch
 
 from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
@@ -36,7 +36,7 @@ finds = pytest.mark.finds
 
 def launch(*arguments) -> str:
     """Run `./launch.sh ...` to its end. Returns what it has printed."""
-    done = forked.launch(*map(str, arguments))
+    done = started.launch(*map(str, arguments))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -81,7 +81,7 @@ def test_the_whole_report_of_one_gpu_is_rehearsed(tmp_path, monkeypatch):
     """Every command that it would run on a real card starts, ends and writes its file; the models are small."""
     folder = tmp_path / "report"
     patient = [replace(command, limit=600) for command in report.on_one_gpu(str(folder), TOY)]  # limits are a GPU's
-    monkeypatch.setattr(report, "commands", lambda *_: patient)
+    monkeypatch.setattr(report, "chosen_commands", lambda *_: patient)
     assert report.main([str(folder), "--minutes", "60"]) == 0, (folder / "report.md").read_text()[:3000]
     page = (folder / "report.md").read_text()
     for command in patient:

@@ -16,10 +16,11 @@ from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
 from zerolab.engine import accelerator
-from zerolab.measure.enough_memory import refuse_too_large
 from zerolab.run import commands, engine_file, json_file, process_group, ranks
-from zerolab.run.command_line import Parser, did_you_mean, one_line
+from zerolab.run.command_line import did_you_mean, one_line
 from zerolab.run.engines import ENGINES
+from zerolab.run.enough_memory import refuse_too_large
+from zerolab.run.launch import default_ranks
 from zerolab.run.model import preset
 from zerolab.teach.museum.exhibits import exhibit_of
 
@@ -27,32 +28,7 @@ MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("watch [ENGINE] [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("engine", nargs="?", help=f"the engine to open with: {', '.join(TITLES)} (default zero3)")
-    parser.add_argument("ranks", nargs="?", help=f"2 to {MOST_RANKS} (default: one per GPU, without GPUs 2)")
-    parser.add_argument("--engines", metavar="NAME,NAME", help="record only these, for example zero3,ddp")
-    commands.add_engine_file(parser)
-    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum next to the correct engine")
-    commands.add_preset(parser)
-    commands.add_hardware(parser)
-    commands.add_json(parser)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
-    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
-    parser.add_argument("--bucket-mb", type=commands.non_negative_float, help="MiB of a bucket (default: the engine's)")
-    parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
-    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
-    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
-    parser.add_argument("--gif", metavar="FILE", help="also draw the engine as an animation (in Chromium; slow)")
-    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
-    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
-    options = parser.parse_args(argv)
-    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
-    parser.beside("--bug", *shown, "--tries")  # its model is always the same
-    parser.beside("--from", *shown)
-    parser.needs("--dark", "--gif")
-    if options.ranks is None and options.engine is not None and options.engine.isdecimal():
-        options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
+    options = commands.watch(argv)
     settle(options)
     return options
 
@@ -73,7 +49,7 @@ def settle(options: argparse.Namespace) -> None:
 def settle_ranks(options: argparse.Namespace) -> None:
     gpus = accelerator.count()
     if options.ranks is None:
-        options.ranks = str(process_group.default_ranks(options.backend, options.device, gpus, 1))
+        options.ranks = str(default_ranks(options.backend, options.device, gpus, 1))
     if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
         raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks!r}")
     options.ranks = int(options.ranks)
@@ -121,10 +97,10 @@ def settle_files(options: argparse.Namespace) -> None:
 
 def check_memory(options: argparse.Namespace) -> None:
     """Raise ValueError if the ranks need more memory than is free. A bug's model is always small."""
-    if options.bug is None:
-        device = process_group.choose(options.backend, options.device, 0, options.ranks, accelerator.count())[1]
-        alone = {"engines": options.names, "timed_steps": 0}  # one engine is alive at a time
-        refuse_too_large(argparse.Namespace(**vars(options) | alone), options.ranks, device)
+    device = process_group.choose(options.backend, options.device, 0, options.ranks, accelerator.count())[1]
+    if options.bug is None and device == "cpu":
+        alone = argparse.Namespace(**vars(options), timed_steps=0)  # one engine is alive at a time
+        refuse_too_large(alone, options.names, options.ranks, options.ranks)
 
 
 def runs_of(options: argparse.Namespace) -> list[Recordable]:

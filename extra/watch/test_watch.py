@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from typed_commands import starts, typed
+from typed_commands import typed
 
 from extra.watch import chromium, lines, page
 from extra.watch.cell_ledger import LAYERS
@@ -190,14 +190,9 @@ def test_the_version_of_the_weights(recordings):
 # The command.
 
 
-def test_the_command_is_one_process_that_starts_its_ranks_itself():
-    _, ((asked, words),) = starts("watch", "zero3", "--two")
-    assert asked == "" and words[1:] == ["extra.watch", "zero3", "--two"]
-
-
 REFUSED = {  # the arguments of ./launch.sh watch: the message
     "zero4": "no engine 'zero4': did you mean zero",
-    "zero3 --preset 70b": "are free on this machine: take --preset",
+    "zero3 --preset 70b": "are free on this machine: use --preset",
     "zero3 1": "N must be 2 to 16 ranks, got '1'",
     "zero3 2 --engines ddp,zero9": "no engine 'zero9'",
     "--bug 99": "no bug '99'",

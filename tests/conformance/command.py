@@ -10,7 +10,6 @@ died), "hang", or "not applicable" (the engine does not document the feature). T
 wrong, crashes or hangs.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -18,24 +17,6 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 PATIENCE = 20  # seconds that a collective may take; then it is a hang
-
-
-def parse(argv=None):
-    from zerolab.run.command_line import Parser
-
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("conform [ENGINE|FILE.py ...] [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("engines", nargs="*", metavar="ENGINE|FILE.py", help="default: those above")
-    parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
-    parser.add_argument("--thorough", action="store_true", help="also further sizes, options and numbers of ranks")
-    parser.add_argument("--json", metavar="FILE", help="write the outcomes to this file")
-    options = parser.parse_args(argv)
-    options.ranks = 2
-    if options.engines and options.engines[-1].isdecimal():
-        options.ranks = int(options.engines.pop())
-    if not 1 <= options.ranks <= 8:
-        raise ValueError(f"N must be 1 to 8 ranks, got {options.ranks}")
-    return options
 
 
 def engines_of(given):
@@ -56,15 +37,14 @@ def engines_of(given):
 
 
 def main():
+    from zerolab.run import commands
     from zerolab.run.command_line import one_line
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are connected by gloo, and compute on the CPU
     with one_line(ValueError, OSError):
-        options = parse()
+        options = commands.conform()
         names = engines_of(options.engines)
-        if options.json:
-            Path(options.json).write_text("")  # now, and not after minutes
     import pytest
 
     arguments = [str(FOLDER), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]

@@ -47,8 +47,6 @@ def arguments(argv=None) -> argparse.Namespace:
     options.config = replace(preset(options.preset), **options.shape)
     if options.host:
         engines.chosen(options.host, "bench", ON_HOST)
-    if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
-        raise ValueError(f"--sweeps {options.sweeps!r} is in none of: {'; '.join(SWEEPS)}")
     options.engines = engine_file.chosen(options, "bench", ENGINES)
     return options
 
@@ -189,7 +187,7 @@ def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
 def on_ranks(options: argparse.Namespace) -> None:
     """Measure, print and write the tables. A collective."""
     text = load_text(None, options.config.seq)
-    me = process_group.start(options.backend, options.device, options)
+    me = process_group.start(options.backend, options.device)
     batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
     about = [__doc__.splitlines()[0], f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}"]
     shape = f"GPT of {number_of_parameters(options.config):,} parameters"

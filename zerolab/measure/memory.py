@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -26,8 +27,8 @@ from zerolab.measure.traffic import KINDS
 from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run import engines as registry
 from zerolab.run.model import number_of_parameters, preset
+from zerolab.run.parent import end_with_parent
 from zerolab.run.progress import with_progress
-from zerolab.run.starter import end_with_starter
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
@@ -76,14 +77,14 @@ def predicted_peaks(options: argparse.Namespace):
         return
     workers = max(1, min(len(options.engines), os.cpu_count() // 2))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, begin_without_gpu, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, context, begin_without_gpu) as pool:
         yield {name: pool.submit(predicted_peak, name, options) for name in options.engines}
 
 
-def begin_without_gpu(starter: int) -> None:
+def begin_without_gpu() -> None:
     """Hide the GPU from a process that predicts. Otherwise an optimizer's step would allocate memory there."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    end_with_starter(starter)
+    end_with_parent(signal.SIGKILL)
 
 
 def predicted_peak(name: str, options: argparse.Namespace) -> int:

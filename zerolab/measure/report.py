@@ -26,14 +26,13 @@ import psutil
 
 from zerolab.engine import accelerator
 from zerolab.measure import tables
-from zerolab.run import ranks
-from zerolab.run.command_line import Parser, one_line
-from zerolab.run.commands import non_negative_float
+from zerolab.run import commands, ranks
+from zerolab.run.command_line import one_line
 from zerolab.run.json_file import write_whole
 
 ENDING = 5  # seconds kept for ending the last command
 TITLES = ["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]
-PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "zerolab.run.torchrun", "--standalone"]}
+PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ SIZES = Sizes()
 WITH_THEIR_PEERS = "ddp,zero1,zero2,zero3,fsdp2_no_reshard,fsdp2"
 
 
-def commands(folder: str, gpus: int, sizes: Sizes) -> list[Command]:
+def chosen_commands(folder: str, gpus: int, sizes: Sizes) -> list[Command]:
     """What is run on a machine with so many GPUs, and writes its files into `folder`."""
     if gpus == 0:
         return on_a_cpu(folder)
@@ -318,18 +317,12 @@ class Page:
 def main(argv: list[str] | None = None, began: float | None = None) -> int:
     """Run the command; returns 0, or 1 if a command has failed or hung. `began`: when the process did (time.time)."""
     began = began or time.time()
-    parser = Parser("report [FOLDER]", description=__doc__.splitlines()[0])
-    folder = time.strftime("report-%Y%m%d-%H%M%S")
-    parser.add_argument("folder", nargs="?", default=folder, help="a new folder (default: report-DATE-TIME)")
-    parser.add_argument("--minutes", type=non_negative_float, default=10, help="for all (default 10)")
-    options = parser.parse_args(argv)
+    options = commands.report(argv)
     folder = Path(options.folder).resolve()
-    if folder.is_dir() and any(folder.iterdir()):
-        parser.error(f"{str(folder)!r} holds other things: take a new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     about = f"Written by `./launch.sh report --minutes {options.minutes:g}` on {time.strftime('%Y-%m-%d')}; {load}."
-    chosen = commands(str(folder), accelerator.count(), SIZES)
+    chosen = chosen_commands(str(folder), accelerator.count(), SIZES)
     page = Page(folder, about, {command.line: "had not ended when this page was written" for command in chosen}, {})
     page.write()
     for index, command in enumerate(chosen, 1):

@@ -35,7 +35,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if chapter not in CHAPTERS:
         raise ValueError(f"the first word must be one of {', '.join(CHAPTERS)}, got {chapter!r}")
     options = commands.chapter(chapter, words)
-    options.engines = [chapter]  # whose memory is checked before any rank starts
     return options
 
 
@@ -48,7 +47,7 @@ def main() -> None:
     options = arguments()
     seq = preset(options.preset).seq
     text = load_text(options.data, seq)
-    me = process_group.start(options.backend, options.device, options)
+    me = process_group.start(options.backend, options.device)
     batches = Batches(text, options.batch, seq, options.seed, me.device)
     ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
 

@@ -6,9 +6,6 @@ import difflib
 import os
 import signal
 import sys
-import time
-
-from zerolab.run.endings import LAUNCHER
 
 
 @contextlib.contextmanager
@@ -19,13 +16,11 @@ def one_line(*mistakes: type[Exception]):
     """
     try:
         yield
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # whoever reads this has enough, as `head` does
-        if LAUNCHER in os.environ:  # a rank: all are ended together, as of one that is gone the others complain
-            os.kill(int(os.environ[LAUNCHER]), signal.SIGPIPE)
-            time.sleep(120)
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os._exit(128 + signal.SIGPIPE)
     except mistakes as error:
         say_error(error)

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+import time
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,18 @@ from zerolab.run.command_line import Parser, did_you_mean
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
 SHAPE = ("layers", "width", "heads", "vocab")  # of a model, in place of the preset's
+CHAPTERS = ("zero1", "zero2", "zero3")
+
+# Names that have their place in a module which imports torch. Tests hold that they are the same.
+ENGINES = (  # zerolab/run/engines.py
+    *("single", "ddp", "zero1", "zero1_2psi", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "hybrid"),
+    *("zero3", "zero3-prefetch0", "fsdp2", "fsdp1", "fsdp1_article", "deepspeed1", "deepspeed2", "deepspeed3"),
+)
+SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")  # zerolab/measure/sweeps.py
+EXERCISES = (  # zerolab/teach/exercises
+    *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),
+    *("hidden_reduction", "two_machines"),
+)
 
 
 # Types of options: the text that was typed becomes a value, or an error.
@@ -58,6 +71,12 @@ def preset(text: str) -> str:
     if text not in PRESETS:
         near = did_you_mean(text, PRESETS)
         raise argparse.ArgumentTypeError(f"no preset {text!r}{near} There are: {', '.join(PRESETS)}")
+    return text
+
+
+def existing_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no such file: {text}")
     return text
 
 
@@ -112,14 +131,18 @@ def add_dtype(parser) -> None:
 
 def add_training(parser) -> None:
     """What is trained on, and how."""
-    parser.add_argument("--data", help="a file to train on (default: the Python standard library's sources)")
+    parser.add_argument(
+        "--data", type=existing_file, help="a file to train on (default: the Python standard library's sources)"
+    )
     parser.add_argument("--lr", type=non_negative_float, default=1e-3, help="AdamW's learning rate (default 0.001)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
 
 
 def add_hardware(parser) -> None:
-    parser.add_argument("--backend", default="auto", help="auto, gloo, or the accelerator's own: nccl for CUDA")
-    parser.add_argument("--device", default="auto", help="auto, cpu, or the accelerator: cuda for NVIDIA and AMD")
+    backends = ("auto", "gloo", "nccl", "xccl")
+    parser.add_argument("--backend", choices=backends, default="auto", help="nccl is for CUDA (default auto)")
+    devices = ("auto", "cpu", "cuda", "xpu")
+    parser.add_argument("--device", choices=devices, default="auto", help="cuda is for AMD, too (default auto)")
     parser.add_argument("--anyway", action="store_true", help="start even if there is not enough free memory")
 
 
@@ -142,6 +165,26 @@ def add_json(parser) -> None:
 
 
 # Checks of several options together.
+
+
+def check_engines(parser: Parser, options: argparse.Namespace) -> None:
+    """Whether --engines names engines, and --engine-file files. The command checks whether it can run them."""
+    known = list(ENGINES)
+    for given in getattr(options, "engine_file", []):
+        path = Path(given)
+        if path.suffix != ".py" or not path.is_file():
+            parser.error(
+                f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is none"
+            )
+        known.append(path.stem)
+    if options.engines is None:
+        return
+    names = [name.strip() for name in options.engines.split(",") if name.strip()]
+    if not names:
+        parser.error(f"--engines is empty; there are: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            parser.error(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
 
 
 def check_seq(parser: Parser, options: argparse.Namespace) -> None:
@@ -225,6 +268,7 @@ def compare(argv: list[str] | None = None) -> argparse.Namespace:
     if options.quick:  # other defaults; what was typed still counts
         parser.set_defaults(preset="toy", steps=5, timed_steps=5)
         options = parser.parse_args(argv)
+    check_engines(parser, options)
     check_seq(parser, options)
     check_batch(parser, options)
     for name in ("slow_rank", "breakdown"):
@@ -237,7 +281,16 @@ def compare(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-CHAPTERS = ("zero1", "zero2", "zero3")
+def zero1(argv: list[str] | None = None) -> argparse.Namespace:
+    return chapter("zero1", argv)
+
+
+def zero2(argv: list[str] | None = None) -> argparse.Namespace:
+    return chapter("zero2", argv)
+
+
+def zero3(argv: list[str] | None = None) -> argparse.Namespace:
+    return chapter("zero3", argv)
 
 
 def chapter(name: str, argv: list[str] | None = None) -> argparse.Namespace:
@@ -270,7 +323,7 @@ def chapter(name: str, argv: list[str] | None = None) -> argparse.Namespace:
 
 def train(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("train STAGE [N]", description="A training run that resumes: the same command goes on.")
-    parser.add_argument("stage", choices=CHAPTERS)
+    parser.add_argument("stage", metavar="STAGE", choices=CHAPTERS, help=", ".join(CHAPTERS))
     parser.add_argument("--folder", type=Path, help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
     add_preset(parser)
     add_steps(parser, 200)
@@ -325,7 +378,11 @@ def bench(argv: list[str] | None = None) -> argparse.Namespace:
         help="the host's time per step, on many small parameters; with ENGINE also where it goes",
     )
     instead.add_argument(
-        "--ratios", nargs="+", metavar="FILE", help="ratios of step times, out of files of compare --json"
+        "--ratios",
+        nargs="+",
+        type=existing_file,
+        metavar="FILE",
+        help="ratios of step times, out of files of compare --json",
     )
     options = parser.parse_args(argv)
     parser.beside("--ratios")
@@ -334,6 +391,11 @@ def bench(argv: list[str] | None = None) -> argparse.Namespace:
     parser.beside(
         "--sweeps", "--preset", *shape, "--rounds", "--batch", "--seq", "--backend", "--device", "--json", "--anyway"
     )
+    check_engines(parser, options)
+    if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
+        parser.error(f"--sweeps {options.sweeps!r} is in none of: {'; '.join(SWEEPS)}")
+    if options.host:
+        check_engines(parser, argparse.Namespace(engines=options.host))
     check_seq(parser, options)
     options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     shape = PRESETS[options.preset] | options.shape
@@ -357,8 +419,14 @@ def memory(argv: list[str] | None = None) -> argparse.Namespace:
     add_accumulate(parser)
     add_checkpoint_activations(parser)
     add_json(parser)
-    parser.add_argument("--device", default="fake", help="fake: no memory is used; cuda (or xpu): real allocations")
+    parser.add_argument(
+        "--device",
+        choices=("fake", "cuda", "xpu"),
+        default="fake",
+        help="fake: no memory is used; cuda (or xpu): real allocations",
+    )
     options = parser.parse_args(argv)
+    check_engines(parser, options)
     check_seq(parser, options)
     check_batch(parser, options)
     if options.up_to and options.ranks:
@@ -390,10 +458,233 @@ def docs(argv: list[str] | None = None) -> argparse.Namespace:
     instead.add_argument("--check", action="store_true", help="write nothing, and list the pages that are stale")
     instead.add_argument("--figure", metavar="NAME", help="draw this figure, and write no page")
     parser.add_argument(
-        "--from", metavar="FILE", nargs="+", dest="source", help="with --figure: draw it from this, not from results/"
+        "--from",
+        metavar="FILE",
+        nargs="+",
+        type=existing_file,
+        dest="source",
+        help="with --figure: draw it from this, not from results/",
     )
     parser.add_argument("--out", help="the figures' folder (default results/figures of the project)")
     options = parser.parse_args(argv)
     parser.beside("--check")
     parser.needs("--from", "--figure")
     return options
+
+
+def exercise(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("exercise NAME", description="A chapter with blanks, or a task, to be written by you.")
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
+    parser.add_argument(
+        "--hints", type=int, choices=(0, 1, 2), default=1, help="hints above each blank; 0: only its target (default 1)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite the file even if it was edited")
+    return parser.parse_args(argv)
+
+
+def check(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("check NAME [N]", description="Checks an exercise step by step: passed, or expected and found.")
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
+    parser.add_argument("ranks", nargs="?", metavar="N", type=positive_int, help="2 or more ranks (default 3)")
+    parser.add_argument(
+        "--hint", action="count", default=0, help="the next hint for the step that has not passed; twice: the next two"
+    )
+    parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
+    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="for one training of a step, which takes about one (default 60)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="other weights and data (default 0)")
+    parser.add_argument("--json", help="write the points, with what was expected and found, to this file")
+    options = parser.parse_args(argv)
+    if options.seconds < 1:
+        parser.error(f"--seconds must be 1 or more, got {options.seconds:g}")
+    if machines() != 1:
+        parser.error("check runs on one machine: unset NNODES")
+    parser.beside("--folder", "--seconds", "--seed", "--json")
+    if options.folder and not any(options.folder.glob("*.py")):
+        parser.error(f"--folder {options.folder}: there is no Python file in it")
+    check_writable("--json", options.json)
+    return options
+
+
+def bug(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("bug [NUMBER [N]]", description="A museum of bugs: without NUMBER the list, else one of them runs.")
+    parser.add_argument("number", nargs="?", help="the number of a bug; without it: the list")
+    parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=2, help="2 to 16 ranks (default 2)")
+    for name, what in (
+        ("clue", "the symptom, and a question to think about"),
+        ("hint", "which method to look at"),
+        ("answer", "what is wrong, why it goes unnoticed, and the code"),
+    ):
+        parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=f"print {what}")
+    options = parser.parse_args(argv)
+    files = Path(__file__).parents[1].joinpath("teach", "museum", "exhibits").glob("[0-9]*.py")
+    numbers = {int(file.stem.partition("_")[0]) for file in files}
+    if options.number is None and options.asked:
+        parser.error(f"--{options.asked} needs the number of a bug, 1 to {max(numbers)}")
+    if options.number is not None and not (options.number.isdecimal() and int(options.number) in numbers):
+        parser.error(f"no bug {options.number!r}: the numbers are 1 to {max(numbers)}")
+    if not 2 <= options.ranks <= 16:
+        parser.error(f"N must be 2 to 16 ranks, got {options.ranks}")
+    return options
+
+
+def report(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("report [FOLDER]", description="What this machine shows, on one page, within some minutes.")
+    folder = time.strftime("report-%Y%m%d-%H%M%S")
+    parser.add_argument("folder", nargs="?", type=Path, default=folder, help="a new folder (default: report-DATE-TIME)")
+    parser.add_argument("--minutes", type=non_negative_float, default=10, help="for all (default 10)")
+    options = parser.parse_args(argv)
+    if options.folder.is_dir() and any(options.folder.iterdir()):
+        parser.error(f"{str(options.folder)!r} is not empty: name a new or an empty folder")
+    return options
+
+
+def conform(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        "conform [ENGINE|FILE.py ...] [N]", description="Which engines train correctly, refuse, or are silently wrong?"
+    )
+    parser.add_argument(
+        "engines",
+        nargs="*",
+        metavar="ENGINE|FILE.py",
+        help="zero2 for an engine, zero2.py for the chapter, or your own file "
+        "(default: our engines, the chapters, torch's own, DeepSpeed if installed)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
+    parser.add_argument("--thorough", action="store_true", help="also further sizes, options and numbers of ranks")
+    add_json(parser)
+    options = parser.parse_args(argv)
+    options.ranks = 2
+    if options.engines and options.engines[-1].isdecimal():
+        options.ranks = int(options.engines.pop())
+    if not 1 <= options.ranks <= 8:
+        parser.error(f"N must be 1 to 8 ranks, got {options.ranks}")
+    for name in options.engines:
+        if not name.endswith(".py"):
+            check_engines(parser, argparse.Namespace(engines=name))
+    check_writable("--json", options.json)
+    return options
+
+
+def watch(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, as a page for a browser.")
+    parser.add_argument("engine", nargs="?", help="the engine to open with (default zero3; a wrong name lists all)")
+    parser.add_argument("ranks", nargs="?", help="2 to 16 (default: one per GPU, without GPUs 2)")
+    add_engines(parser)
+    add_engine_file(parser)
+    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum next to the correct engine")
+    add_preset(parser)
+    add_hardware(parser)
+    add_json(parser)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
+    parser.add_argument("--bucket-mb", type=non_negative_float, help="MiB of a bucket (default: the engine's)")
+    parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
+    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
+    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
+    parser.add_argument("--gif", metavar="FILE", help="also draw the engine as an animation (in Chromium; slow)")
+    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
+    options = parser.parse_args(argv)
+    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
+    parser.beside("--bug", *shown, "--tries")  # its model is always the same
+    parser.beside("--from", *shown)
+    parser.needs("--dark", "--gif")
+    if options.ranks is None and options.engine is not None and options.engine.isdecimal():
+        options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
+    check_engines(parser, options)
+    return options
+
+
+def plan(argv: list[str] | None = None) -> argparse.Namespace:
+    gpus = ("b200", "h200", "h100", "h100-96gb", "a100", "rtx4090", "rtx3090", "l4", "t4")  # extra/planner/hardware.py
+    parser = Parser("plan [N]", description="How long a step would take on hardware that is not here.")
+    add = parser.add_argument
+    add("--preset", type=preset, help=f"model shape: {', '.join(PRESETS)} (default 7b)")
+    add("--layers", type=int, help="blocks, instead of a preset; with --width, --heads, --vocab, --seq")
+    add("--width", type=int, help="width of the blocks")
+    add("--heads", type=int, help="heads of attention")
+    add("--kv-heads", type=int, help="heads of keys and values (default: as many)")
+    add("--ffn", type=int, help="width inside the MLP (default: 4 times the width)")
+    add("--vocab", type=int, help="tokens that the model knows")
+    add("--seq", type=int, help="tokens per sequence (default: the preset's)")
+    add("--gated", action="store_true", help="a gated MLP: three weights and not two")
+    add("--tied", action="store_true", help="embedding and head share one weight (presets do, other shapes do not)")
+    add("--gpu", choices=gpus, default="h100", help="(default h100)")
+    add("ranks", metavar="N", nargs="?", type=int, default=64, help="GPUs in all (default 64)")
+    add("--ranks-per-node", type=int, default=8, help="GPUs in a node (default 8)")
+    add("--engines", metavar="NAME,NAME", help="plan only these (a wrong name lists all)")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="over float32 gradients and weights (default bf16)")
+    add("--micro-batch", type=int, default=1, help="sequences per rank and backward (default 1)")
+    add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    recomputed = ("none", "blocks", "selective")
+    add("--checkpoint-activations", choices=recomputed, default="none", help="computed again in backward")
+    add("--prefetch", type=int, default=1, help="units that zero3 and hybrid gather ahead (default 1)")
+    add("--bucket-mb", type=float, help="MiB of a bucket of ddp, zero1 and zero2 (default: their own)")
+    add("--intra-GBps", type=float, help="a GPU's links inside a node, GB/s per direction (default: the GPU's)")
+    add("--network", choices=("infiniband", "roce", "efa"), help="between the nodes (default infiniband)")
+    add("--inter-GBps", type=float, help="instead of --network: what a ring across nodes reaches, GB/s")
+    add("--alpha-us", type=float, help="instead of --network: microseconds of a hop in a collective across nodes")
+    add("--efficiency", type=float, help="share of the peak of matrix products (default: the GPU's, see --validate)")
+    sweeps = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
+    add("--sweep", choices=sweeps, help="a figure along this, and its break-even")
+    add("--out", default="plans", help="folder for the figures of --sweep (default plans)")
+    add("--validate", action="store_true", help="hold the planner against published measurements")
+    add("--scale", action="store_true", help="7b and 70b on 8 to 4,096 GPUs")
+    add_json(parser)
+    options = parser.parse_args(argv)
+    parser.needs("--out", "--sweep")
+    check_engines(parser, options)
+    check_writable("--json", options.json)
+    return options
+
+
+COMMANDS = {
+    "zero1": zero1,
+    "zero2": zero2,
+    "zero3": zero3,
+    "articles": articles,
+    "exercise": exercise,
+    "check": check,
+    "bug": bug,
+    "compare": compare,
+    "train": train,
+    "memory": memory,
+    "bench": bench,
+    "conform": conform,
+    "report": report,
+    "docs": docs,
+    "watch": watch,
+    "plan": plan,
+}
+
+
+# Environment variables.
+
+
+def timeout() -> float:
+    """ZERO_TIMEOUT, the seconds in which all ranks must join a collective. Raises ValueError."""
+    given = os.environ.get("ZERO_TIMEOUT", "120")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", given) or not 0 < float(given) <= 1e6:
+        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, a million at most, got {given!r}")
+    return float(given)
+
+
+def machines() -> int:
+    """NNODES, the number of machines; the larger number of NNODES=1:2. Raises ValueError."""
+    given = os.environ.get("NNODES") or "1"
+    if not re.fullmatch("([0-9]+:)?[0-9]+", given):
+        raise ValueError(f"NNODES must be a number of machines, as 2 or 1:2, got {given!r}")
+    return int(given.rpartition(":")[2])
+
+
+def check_world_size(options: argparse.Namespace, world_size: int) -> None:
+    """Raise ValueError for options of `compare` and `train` that do not fit the number of ranks."""
+    slow_rank = getattr(options, "slow_rank", None)
+    if slow_rank and slow_rank[0] >= world_size:
+        raise ValueError(f"--slow-rank {slow_rank[0]}: the ranks are 0 to {world_size - 1}")
+    global_batch = getattr(options, "global_batch", world_size)
+    if global_batch < world_size:
+        raise ValueError(f"--global-batch {global_batch}: {world_size} rank(s) need {world_size} or more sequences")

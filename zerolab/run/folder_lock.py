@@ -1,19 +1,43 @@
 """A training run's folder belongs to one run: its rank 0 holds a lock on it."""
 
+import fcntl
+import shutil
+import time
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from zerolab.run import commands, enough_memory, journal
+
+LEAVING = 5.0  # seconds for a run that is about to leave, when another one is started
 
 
-def lock(folder: Path, seconds: float) -> FileLock:
-    """Hold `folder` as long as the returned lock is kept. Raises ValueError if a run still has it after `seconds`.
+def check_folder(folder: Path, preset: str) -> None:
+    """Raise ValueError if a run still uses the folder, if it has a run of another preset, or if the disk is full."""
+    for line in journal.read(folder)[-1:]:
+        if (other := line.get("preset", preset)) != preset:
+            raise ValueError(f"--folder {str(folder)!r} has a run of --preset {other}: take another")
+    lock(folder, LEAVING).close()
+    free = shutil.disk_usage(folder).free
+    need = 12 * enough_memory.parameters(commands.PRESETS[preset])  # weights and two moments, in float32
+    if free < need:
+        needed = f"a checkpoint needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
+        raise ValueError(f"--folder {str(folder)!r}: {needed}. Make room, or take another")
+
+
+def lock(folder: Path, seconds: float):
+    """Lock `folder` until the returned file is closed. Raises ValueError if a run still has it after `seconds`.
 
     It is the system's lock on the file `.lock`: the system releases it when the process ends, in whatever way.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = FileLock(folder / ".lock")
-    try:
-        held.acquire(timeout=seconds)
-    except Timeout:
-        raise ValueError(f"--folder {str(folder)!r} is in use by a run: stop it first, or take another") from None
-    return held
+    file = open(folder / ".lock", "w")  # noqa: SIM115  the caller closes it
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                file.close()
+                in_use = f"--folder {str(folder)!r} is in use by a run: stop it first, or take another"
+                raise ValueError(in_use) from None
+        time.sleep(0.05)

@@ -3,10 +3,10 @@
 import itertools
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zerolab.engine import accelerator
+from zerolab.run import commands
 from zerolab.run.command_line import one_line, say_error
-from zerolab.run.starter import end_with_starter
-
-TIMEOUT_SECONDS = 120
+from zerolab.run.parent import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -67,73 +66,14 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
     return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
 
 
-def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
-    """How many ranks to start on this machine when nobody says: one per GPU, and two where there would be only one."""
-    if gpus == 0 or device == "cpu":
-        return 2
-    return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
-
-
-def planned_world_size(backend: str, device: str) -> int | None:
-    """How many ranks there are, or will be when `./launch.sh` starts them; None outside of both."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    if "ZERO_PREFLIGHT" not in os.environ:
-        return None
-    return ranks_here(os.environ["ZERO_PREFLIGHT"], backend, device) * machines()
-
-
-CHECKS: list[Callable] = []  # what else is asked before any rank starts: each is given the options, ranks and device
-
-
-def preflight(ranks: str, backend: str, device: str, options) -> None:
-    """What `./launch.sh` asks before it starts any rank: prints the number of ranks and why, or raises ValueError."""
-    gpus = accelerator.count()
-    number = ranks_here(ranks, backend, device)
-    backend, device, why = choose(backend, device, 0, number, gpus)
-    timeout()
-    for check in CHECKS if options else ():
-        check(options, number, device)
-    where = "the GPU" if device != "cpu" else "the CPU"
-    each = " per machine" if machines() > 1 else ""
-    print(f"{number}\n{number} rank(s){each} over {backend} on {where}: {why}")
-
-
-def machines() -> int:
-    """How many there may be: the larger number of NNODES=1:2."""
-    given = os.environ.get("NNODES") or "1"
-    most = given.rpartition(":")[2]
-    if not most.isdecimal():
-        raise ValueError(f"NNODES must be a number of machines, as 2 or 1:2, got {given!r}")
-    return int(most)
-
-
-def ranks_here(ranks: str, backend: str, device: str) -> int:
-    """How many ranks `./launch.sh` starts on this machine; `ranks` is what was asked for, or "auto"."""
-    return default_ranks(backend, device, accelerator.count(), machines()) if ranks == "auto" else int(ranks)
-
-
-def timeout() -> float:
-    """ZERO_TIMEOUT, in seconds. Raises ValueError if it is none, or more than torch can count."""
-    given = os.environ.get("ZERO_TIMEOUT", str(TIMEOUT_SECONDS))
-    if not given.replace(".", "", 1).isdecimal() or not 0 < float(given) <= 1e6:
-        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, a million at most, got {given!r}")
-    return float(given)
-
-
-def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
-    """Join the process group that torchrun has described in the environment. `options` are a command's, for CHECKS.
+def start(backend: str = "auto", device: str = "auto") -> Rank:
+    """Join the process group that torchrun has described in the environment.
 
     Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
     """
-    if "ZERO_PREFLIGHT" in os.environ:  # everything up to here was a check that needs no ranks
-        preflight(os.environ["ZERO_PREFLIGHT"], backend, device, options)
-        sys.exit(0)
     if "RANK" not in os.environ:
-        name = os.path.basename(sys.argv[0]).removesuffix(".py")
-        command = {"train": "train zero3", "fsdp2_compare": "compare"}.get(name, name)
-        raise RuntimeError(f"no ranks: start them by ./launch.sh {command} 2")
-    end_with_starter(os.getppid())
+        raise RuntimeError("started without torchrun. ./launch.sh help lists the commands, which start it")
+    end_with_parent(signal.SIGKILL)
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
     chosen = torch.device(device)
@@ -144,7 +84,7 @@ def start(backend: str = "auto", device: str = "auto", options=None) -> Rank:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Nothing waits for ever: a rank that never comes is an error on the others after this time.
     own = chosen if backend != "gloo" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout()), device_id=own)
+    dist.init_process_group(backend, timeout=timedelta(seconds=commands.timeout()), device_id=own)
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
 
 
@@ -206,23 +146,27 @@ def stop() -> None:
 
 
 def run(main) -> None:
-    """Call `main()` and end the process; an exception becomes one readable message per rank and exit status 1 or 2.
+    """Call `main()` and end the process. An exception becomes one readable message and exit status 1 or 2.
 
-    The other ranks do not wait for this one in vain: torchrun stops them when it exits.
+    The other ranks do not wait for this one: torchrun stops them when it exits.
     """
     status = 1
     try:
-        with one_line(ValueError, TypeError, OSError):
+        with one_line():
             record(main)()  # `record` writes an error down for torchrun
         status = 0
     except SystemExit as leaving:
         status = leaving.code or 0
+    except (ValueError, TypeError, OSError) as error:
+        status = 2
+        # Before the ranks meet all of them find the same mistake: one of them says it.
+        if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+            say_error(error)
     except RuntimeError as error:
         hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
         say_error(error, hint if lost(str(error)) else "")
     except Exception:
         traceback.print_exc()  # nothing that was foreseen: show where
-    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 

@@ -1,12 +1,11 @@
-"""Ranks in processes of their own: start them, hand them work, collect what each says of it, and always an end.
+"""Starts torchrun, and collects what each rank reports, also of ranks that hang or die.
 
     with Ranks(["-m", "my.module", "zero2"], 2, seconds=60) as ranks:    # my.module is given ranks.folder as well
         for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank
             ...
 
-A rank says its verdict on an item by a small file (`say`), and not by a message through torch.distributed: a rank that
-hangs, or is killed, takes no part in a collective any more. Whoever starts the ranks has no rank, so it has something
-to say when they hang, crash or never start. Nothing here imports torch.
+A rank reports its verdict on an item by a small file (`say`), and not by torch.distributed: a rank that hangs, or is
+killed, takes no part in a collective any more. Nothing here imports torch.
 """
 
 import contextlib
@@ -22,21 +21,18 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import psutil
-
-from zerolab.run.endings import ENDED, killed_by
-from zerolab.run.starter import STARTER, end_with_starter
+from zerolab.run.parent import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 10  # seconds for ranks that have said everything, to leave by themselves
+PATIENCE = 10  # seconds for ranks that have reported everything, to leave by themselves
 ENDING = 5  # seconds from SIGTERM to SIGKILL
 
 # What a rank does.
 
 
 def begin(folder: str | Path) -> int:
-    """First of all: from here on it is known how this rank ends. Returns its number."""
-    end_with_starter(os.getppid())
+    """Called first on every rank, so that it is known how the rank ends. Returns its number."""
+    end_with_parent(signal.SIGKILL)
     rank = int(os.environ["RANK"])
     faulthandler.enable(open(Path(folder, f"crash.{rank}"), "w"))  # noqa: SIM115
     return rank
@@ -72,28 +68,23 @@ def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[
 
 def torchrun(world_size: int) -> list[str]:
     """What Python is given to start so many ranks on this machine; a script or `-m module` follows."""
-    return ["-m", "zerolab.run.torchrun", "--standalone", "--nproc-per-node", str(world_size)]
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of this process for one that it starts, and that ends with it: the project can be imported, one thread."""
+    """This process's variables, for one that it starts: the project can be imported, and one thread computes."""
     found = dict(os.environ)
-    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZERO_PREFLIGHT"):
+    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         found.pop(of_a_rank, None)
     found.setdefault("OMP_NUM_THREADS", "1")
-    found[STARTER] = str(os.getpid())
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
     return found | more
 
 
 @contextlib.contextmanager
 def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator[subprocess.Popen]:
-    """A process in a session of its own, which has ended when the block is left, in whatever way: see `end`.
-
-    It does not hear of a closed terminal, nor of this process's end: what we start ends by itself then
-    (zerolab/run/starter.py).
-    """
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    """A process in its own session, which has ended when the block is left; see `end`."""
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **options)
     try:
         yield process
     finally:
@@ -101,22 +92,17 @@ def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator
 
 
 def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM) -> None:
-    """Let the process have so many seconds to end by itself, then end it and all that it has started.
+    """Let the process have so many seconds to end by itself, then end its session.
 
-    First by the signal `by`. At SIGABRT Python's fault handler writes where each thread is: the place of a hang.
+    First by the signal `by`: at SIGTERM torchrun ends its ranks, at SIGABRT Python's fault handler prints where each
+    thread is. Ranks also end with a torchrun that is killed (zerolab/run/parent.py).
     """
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-        return
-    # torchrun gives every rank a session, so to end a group of processes is not enough.
-    left = psutil.Process(process.pid).children(recursive=True)
-    for number in (by, signal.SIGKILL):
-        for one in (*left, process):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
+    for wait, number in ((seconds, by), (ENDING, signal.SIGKILL)):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING)
-        _, left = psutil.wait_procs(left, ENDING)
+            process.wait(wait)
+            return
+        os.killpg(process.pid, number)
+    process.wait()
 
 
 class Ranks:
@@ -137,7 +123,6 @@ class Ranks:
         output = self._stack.enter_context(open(self.folder / "output", "w"))
         command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
         streams = {"stdout": output if self.quiet else None, "stderr": output}
-        self.variables[ENDED] = str(self.folder / "ended")
         self.until = time.monotonic() + self.seconds
         self.process = self._stack.enter_context(started(command, env=environment(**self.variables), **streams))
         return self
@@ -190,8 +175,9 @@ class Ranks:
         return self._death(rank) + last
 
     def _death(self, rank: int) -> str:
-        ended = self.folder / "ended"
-        status = json.loads(ended.read_text()).get(str(rank), 0) if ended.exists() else 0
+        # torchrun's table of failures has a line "rank : 1 (local_rank: 1)", then one "exitcode : -9 (pid: 71)".
+        found = re.search(rf"rank +: {rank} \(.*\n +exitcode +: (-?\d+) ", self.text)
+        status = int(found[1]) if found else 0
         if crash := (self.folder / f"crash.{rank}").read_text():
             what = crash.split("\n")[0].removeprefix("Fatal Python error: ")
             line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', crash)
@@ -203,7 +189,8 @@ class Ranks:
         if self.late:
             return f"had not come to its end after {self.seconds:g} s, and was ended"
         if status < 0 and status != -signal.SIGTERM:
-            return f"was {killed_by(-status)}"
+            hint = " (out of memory? kill -9?)" if status == -signal.SIGKILL else ""
+            return f"was killed by {signal.Signals(-status).name}{hint}"
         if status > 0:
             return f"ended with exit status {status}"
         return "ended without a word: os._exit(), or it was stopped when another rank had ended"

@@ -7,8 +7,6 @@ file and put your own model and data into it; docs/checkpoints.md has the torchr
 import argparse
 import faulthandler
 import math
-import os
-import shutil
 import signal
 import time
 
@@ -19,7 +17,7 @@ from zerolab.engine import checkpoint
 from zerolab.engine.together import all_succeed, on_all_ranks
 from zerolab.run import commands, engines, folder_lock, journal, process_group
 from zerolab.run.data import Batches, load_text, split
-from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset, sample
+from zerolab.run.model import GPT, next_token_loss, preset, sample
 
 WARMUP = 10  # steps in which the learning rate grows
 LARGEST_NORM = 1.0  # of the gradients: larger ones are clipped to it
@@ -27,24 +25,6 @@ PRINT_EVERY = 10  # steps
 EVALUATED = 4  # batches, of text that is not trained on
 PROMPT, SAMPLE = 32, 64  # bytes: the model continues the first 32 bytes of that text
 EARLY = 0.8  # of the collectives' timeout, whose own error would end a rank before it could show where it hangs
-LEAVING = 5.0  # seconds for a run that is about to leave, when another one is started
-
-
-def arguments(argv=None) -> argparse.Namespace:
-    options = commands.train(argv)
-    ranks = process_group.planned_world_size(options.backend, options.device) or 1
-    if options.global_batch < ranks:
-        raise ValueError(f"--global-batch {options.global_batch}: {ranks} rank(s) need {ranks} or more sequences")
-    for line in journal.read(options.folder)[-1:]:
-        if (other := line.get("preset", options.preset)) != options.preset:
-            raise ValueError(f"--folder {str(options.folder)!r} has a run of --preset {other}: take another")
-    if "ZERO_PREFLIGHT" in os.environ and process_group.machines() == 1:  # of several, others may have begun this run
-        folder_lock.lock(options.folder, LEAVING).release()
-        free, need = shutil.disk_usage(options.folder).free, 12 * number_of_parameters(preset(options.preset))
-        if free < need:  # weights and two moments, in float32
-            said = f"a checkpoint needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
-            raise ValueError(f"--folder {str(options.folder)!r}: {said}. Make room, or take another")
-    return options
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
@@ -138,7 +118,7 @@ class Training:
 
     def makes_progress(self) -> None:
         """If the next call of this comes too late, this rank prints where each of its threads is, and exits."""
-        faulthandler.dump_traceback_later(EARLY * process_group.timeout(), exit=True)
+        faulthandler.dump_traceback_later(EARLY * commands.timeout(), exit=True)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -179,10 +159,11 @@ class Training:
 
 
 def main() -> None:
-    options = arguments()
+    options = commands.train()
     text = load_text(options.data, preset(options.preset).seq)
-    me = process_group.start(options.backend, options.device, options)
-    patience = EARLY * process_group.timeout()  # a network file system may keep a dead machine's lock for some time
+    me = process_group.start(options.backend, options.device)
+    commands.check_world_size(options, me.world_size)
+    patience = EARLY * commands.timeout()  # a network file system may keep a dead machine's lock for some time
     held = all_succeed(lambda: folder_lock.lock(options.folder, patience) if me.rank == 0 else None, None)  # noqa: F841
     me.print(f"{options.stage}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
     signals = []  # that ask this rank to stop

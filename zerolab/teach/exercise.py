@@ -4,14 +4,14 @@ The exercises are made from the chapters, so they always fit them. zerolab/teach
 names of the functions that become blanks, hints and targets.
 """
 
-import argparse
 import ast
 import hashlib
 import re
 import textwrap
 
 from zerolab.measure import tables
-from zerolab.run.command_line import Parser, one_line
+from zerolab.run import commands
+from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach.exercises import EXERCISES
 from zerolab.teach.exercises.kinds import Blank, ChapterExercise, Task, WholeFile
@@ -165,14 +165,7 @@ def summary(name: str, text: str) -> str:
 
 @one_line(ValueError, OSError)
 def main(argv: list[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("exercise NAME", description=__doc__.splitlines()[0], formatter_class=form)
-    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
-    parser.add_argument(
-        "--hints", type=int, choices=(0, 1, 2), default=1, help="hints above each blank; 0: only its target (default 1)"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite the file even if it was edited")
-    options = parser.parse_args(argv)
+    options = commands.exercise(argv)
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
         shown = file.relative_to(ROOT)

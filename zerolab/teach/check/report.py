@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 from zerolab.measure import tables
-from zerolab.run import ranks
-from zerolab.run.command_line import Parser, one_line
-from zerolab.run.commands import check_writable
+from zerolab.run import commands, ranks
+from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach.check.steps import diverged
 from zerolab.teach.exercise import FOLDER, edited, lines_of_blanks
@@ -193,40 +192,18 @@ def table_of(options: argparse.Namespace) -> list[dict]:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options. Raises ValueError."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("check NAME [N]", description=__doc__, formatter_class=form)
-    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", metavar="N", type=int, help="2 or more ranks (default 3)")
-    parser.add_argument(
-        "--hint", action="count", default=0, help="the next hint for the step that has not passed; twice: the next two"
-    )
-    parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
-    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="for one training of a step, which takes about one (default 60)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="other weights and data (default 0)")
-    parser.add_argument("--json", help="write the points, with what was expected and found, to this file")
-    options = parser.parse_args(argv)
+    options = commands.check(argv)
     least = EXERCISES[options.name].ranks
     if options.ranks is None:
         options.ranks = max(least, 3)  # with two, too much is equal on both
     if options.ranks < least:
         raise ValueError(f"N must be {least} or more: with fewer, wrong files pass; got {options.ranks}")
-    if options.seconds < 1:
-        raise ValueError(f"--seconds must be 1 or more, got {options.seconds:g}")
-    if (os.environ.get("NNODES") or "1") != "1":
-        raise ValueError("check runs on one machine: unset NNODES")
-    parser.beside("--folder", "--seconds", "--seed", "--json")
-    if options.folder and not any(options.folder.glob("*.py")):
-        raise ValueError(f"--folder {options.folder}: there is no Python file in it")
     how = "" if options.file else f": ./launch.sh exercise {options.name} writes it"
     options.file = (options.file or FOLDER / f"{options.name}.py").resolve()
     if not options.folder and not options.file.is_file():
         raise ValueError(f"there is no {_shown(options.file)}{how}")
     if options.file.suffix != ".py":
         raise ValueError(f"--file must be a Python file, FILE.py, got {_shown(options.file)}")
-    check_writable("--json", options.json)
     return options
 
 

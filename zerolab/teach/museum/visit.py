@@ -17,12 +17,11 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from zerolab.measure import tables
-from zerolab.run import process_group, ranks
-from zerolab.run.command_line import Parser, one_line
+from zerolab.run import commands, process_group, ranks
+from zerolab.run.command_line import one_line
 from zerolab.teach.museum.exhibits import EXHIBITS, exhibit_of
 from zerolab.teach.museum.loop import BATCH, BYTES, SHAPE, visit
 
-MOST_RANKS = 16
 TIMEOUT = 10  # seconds until a collective that hangs raises an error. The visitor waits for this
 
 
@@ -144,18 +143,8 @@ def start(exhibit, world_size):
 
 
 def arguments(argv):
-    parser = Parser("bug [NUMBER [N]]", description=__doc__.splitlines()[0])
-    parser.add_argument("number", nargs="?", help=f"1 to {len(EXHIBITS)}; without it: the list")
-    parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=2, help="ranks (default 2)")
-    asked = {"clue": "a question to think about", "hint": "which method to look at", "answer": "what is wrong"}
-    for name, help in asked.items():
-        parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=f"print {help}")
-    options = parser.parse_args(argv)
+    options = commands.bug(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
-    if options.exhibit is None and options.asked:
-        raise ValueError(f"--{options.asked} needs the number of a bug, 1 to {len(EXHIBITS)}")
-    if not 2 <= options.ranks <= MOST_RANKS:
-        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks}")
     return options
 
 

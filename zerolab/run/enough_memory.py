@@ -1,0 +1,76 @@
+"""Is there enough memory on the host for a command's ranks? Asked before any of them starts.
+
+Without enough memory Linux kills a process, without a message. On a GPU torch raises an error that says what happened,
+so only the host's memory is asked about. What is counted is the state by formula. Activations are not counted.
+"""
+
+import argparse
+from pathlib import Path
+
+from zerolab.run.commands import PRESETS
+
+# Bytes per parameter, in float32 with AdamW: (whole on every rank, cut into N shards).
+WHOLE, STAGE_1, STAGE_2, STAGE_3 = (16, 0), (8, 8), (4, 12), (0, 16)
+STATE = {
+    "zero1": STAGE_1,
+    "zero1_2psi": STAGE_1,
+    "zero_redundancy_optimizer": STAGE_1,
+    "deepspeed1": STAGE_1,
+    "zero2": STAGE_2,
+    "deepspeed2": STAGE_2,
+    "zero3": STAGE_3,
+    "zero3-prefetch0": STAGE_3,
+    "fsdp2": STAGE_3,
+    "fsdp2_no_reshard": STAGE_3,
+    "fsdp1": STAGE_3,
+    "fsdp1_article": STAGE_3,
+    "deepspeed3": STAGE_3,
+}
+
+
+def parameters(shape: dict[str, int]) -> int:
+    """The number of parameters of a GPT with `layers`, `width`, `seq` and `vocab`: the others change nothing."""
+    width = shape["width"]
+    block = 12 * width**2 + 13 * width
+    return shape["layers"] * block + width * (shape.get("vocab", 256) + shape["seq"] + 2)
+
+
+def needed(options: argparse.Namespace, preset: str, engines: list[str], world_size: int) -> float:
+    """Bytes that a rank needs at least. All engines are alive while they are timed, else one at a time."""
+    number = parameters(PRESETS[preset] | getattr(options, "shape", {}))
+    states = []
+    for name in engines:
+        whole, cut = STATE.get(name, WHOLE)
+        states.append(number * (whole + cut / world_size))
+    state = sum(states) if getattr(options, "timed_steps", 1) else max(states)
+    return max(state, 4 * number)  # a model is whole before it is cut
+
+
+def free_bytes() -> int | None:
+    """What is free on this machine, or in its container. None where there is no /proc/meminfo (macOS)."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    (line,) = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    free = 1024 * int(line.split()[1])
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdecimal():
+        free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
+    return free
+
+
+def refuse_too_large(options: argparse.Namespace, engines: list[str], ranks_here: int, world_size: int) -> None:
+    """Raise ValueError if the ranks on this machine together need more memory than is free, unless --anyway."""
+    free = free_bytes()
+    need = ranks_here * needed(options, options.preset, engines, world_size)
+    if options.anyway or free is None or need <= free:
+        return
+    names = list(PRESETS)
+    advice = "use a smaller model"
+    for name in names[: names.index(options.preset)]:
+        if ranks_here * needed(options, name, engines, world_size) <= free:
+            advice = f"use --preset {name}"
+    raise ValueError(
+        f"{ranks_here} rank(s) need {need / 1e9:.1f} GB or more, and {free / 1e9:.1f} GB are free on this machine: "
+        f"{advice}, or --anyway"
+    )

@@ -1,0 +1,364 @@
+"""What ./launch.sh starts: reads a command's options, sets up the environment, and starts the command.
+
+A command that needs ranks is started by torchrun, with the line that is printed. Imports only the standard library, so
+`--help` and mistakes are answered before anything is installed or torch is imported.
+"""
+
+import difflib
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from zerolab.run import commands, enough_memory, folder_lock
+from zerolab.run.command_line import one_line
+from zerolab.run.parent import end_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+USAGE = """\
+Learn
+./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
+./launch.sh articles [options]          the articles' claims, each run or added up here
+./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
+./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks, or a task
+./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
+./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: one (--hint, --answer), or the list
+
+Run and measure
+./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
+./launch.sh train STAGE [N] [options]   a training run that goes on after a rank dies or hangs
+./launch.sh memory [N] [options]        what each engine holds, needs, sends at 7B; needs no GPU
+./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
+./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
+./launch.sh report [FOLDER] [--minutes M]  what this machine shows, on a page, within M minutes (10)
+./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
+./launch.sh test [options]              the tests; options are pytest's, paths the project's
+./launch.sh help                        this text; COMMAND --help lists the options of a command
+Extras: ./launch.sh watch (a step as a page for a browser), ./launch.sh plan (step times elsewhere)
+and ./launch.sh test --simulated-gpus N (the GPU path without a GPU)
+
+Without a command: compare. Without N: a rank per NVIDIA GPU over NCCL, or two over gloo.
+Paths begin where you stand. Variables: PYTHON (used as it is, nothing is installed), NNODES,
+NODE_RANK and RDZV_ENDPOINT=host:port (several machines; N is then the ranks of each),
+OMP_NUM_THREADS (default 1), ZERO_TIMEOUT (seconds in which all ranks must join a collective: 120)."""
+
+# What Python runs for a command: a module, and words before the options. torchrun starts those of RANKED.
+RANKED = {
+    "zero1": ["zerolab.measure.walkthrough", "zero1"],
+    "zero2": ["zerolab.measure.walkthrough", "zero2"],
+    "zero3": ["zerolab.measure.walkthrough", "zero3"],
+    "compare": ["fsdp2_compare"],
+    "train": ["zerolab.run.train"],
+    "bench": ["zerolab.measure.bench"],
+}
+ALONE = {
+    "articles": ["zerolab.teach.articles"],
+    "exercise": ["zerolab.teach.exercise"],
+    "check": ["zerolab.teach.check"],
+    "bug": ["zerolab.teach.museum"],
+    "memory": ["zerolab.measure.memory"],
+    "conform": ["tests.conformance.command"],
+    "report": ["zerolab.measure.report"],
+    "docs": ["zerolab.teach.docs"],
+    "watch": ["extra.watch"],
+    "plan": ["extra.planner"],
+}
+OTHERS = ["notebooks", "test", "help"]
+
+# Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
+# after ten seconds. New ranks meet at a store of their own, because in the old one is what the old ranks have left.
+TRAIN = [
+    *("--max-restarts", "3", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"),
+    *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"),
+]
+TRAIN_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+
+
+# What was typed.
+
+
+def check_command(command: str) -> None:
+    known = [*RANKED, *ALONE, *OTHERS]
+    if command not in known:
+        near = difflib.get_close_matches(command, known)
+        hint = f": did you mean {' or '.join(near)}?" if near else "."
+        raise ValueError(f"no command {command!r}{hint} There are: {', '.join(known)}")
+
+
+def take_ranks(command: str, words: list[str]) -> int | None:
+    """Take the number of ranks out of the `words` behind the command, where there is one."""
+    place = 1 if command == "train" else 0  # a stage comes first
+    if len(words) <= place or words[place].startswith("-"):
+        return None
+    given = words.pop(place)
+    if not re.fullmatch("[1-9][0-9]{0,2}", given):
+        raise ValueError(f"N must be a number of ranks, 1 to 999, got {given!r}")
+    return int(given)
+
+
+def check_variables(command: str) -> None:
+    commands.timeout()
+    threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", threads):
+        raise ValueError(f"OMP_NUM_THREADS must be a number of threads per rank, 1 or more, got {threads!r}")
+    nodes = os.environ.get("NNODES") or "1"
+    if nodes == "1":
+        return
+    endpoint = os.environ.get("RDZV_ENDPOINT", "")
+    if not re.fullmatch(".+:[0-9]+", endpoint):
+        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port of one machine, reachable from all")
+    if command == "train":
+        return
+    node = os.environ.get("NODE_RANK", "")
+    if not node.isdecimal() or int(node) >= commands.machines():
+        raise ValueError(f"NNODES={nodes} needs NODE_RANK, another on each machine, the first 0, got {node!r}")
+    if node == "0":
+        check_port(int(endpoint.rpartition(":")[2]))
+
+
+def check_port(port: int) -> None:
+    """Raise ValueError if torchrun cannot listen on this port, where the machines meet."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(f"port {port} of RDZV_ENDPOINT cannot be used: {error.strerror}. Use another") from error
+
+
+def count_gpus() -> int:
+    """How many NVIDIA GPUs a rank will see. Without torch, which takes seconds to import."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(re.findall("^GPU ", listed, re.MULTILINE))
+
+
+def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
+    """How many ranks to start on a machine if nobody says: one per GPU, and two where there would be only one."""
+    if gpus == 0 or device == "cpu":
+        return 2
+    return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
+
+
+def check_job(command: str, options, ranks: int, gpus: int) -> None:
+    """Raise ValueError for what cannot work with so many ranks on this machine."""
+    world_size = ranks * commands.machines()
+    commands.check_world_size(options, world_size)
+    if options.backend == "nccl" and (gpus == 0 or options.device == "cpu"):
+        raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {options.device}): use --backend gloo")
+    if options.backend == "nccl" and ranks > gpus:
+        raise ValueError(f"{ranks} ranks over NCCL need {ranks} GPUs, found {gpus}: use --backend gloo")
+    if command == "train":
+        engines = [options.stage]
+        if commands.machines() == 1:  # on several, another machine may have begun this run
+            folder_lock.check_folder(options.folder, options.preset)
+    elif command in commands.CHAPTERS:
+        engines = [command]
+    else:
+        engines = (options.engines or "ddp,zero1,zero2,zero3,fsdp2").split(",")
+    if gpus == 0 or options.device == "cpu":
+        enough_memory.refuse_too_large(options, engines, ranks, world_size)
+
+
+# The environment: the user's, or .venv.
+
+
+def environment() -> str:
+    """The path of a Python that has torch: PYTHON, or the one of .venv, which is made once."""
+    if os.environ.get("PYTHON"):
+        check_packages()
+        return sys.executable
+    python = ROOT / ".venv" / "bin" / "python"
+    installed = ROOT / ".venv" / "installed"
+    requirements = ROOT / "requirements.txt"
+    wanted = subprocess.run(["cksum"], stdin=requirements.open(), capture_output=True, text=True).stdout
+    if not installed.exists() or installed.read_text() != wanted:
+        install(python, requirements)
+        installed.write_text(wanted)  # last: an interrupted installation is started over
+    return str(python)
+
+
+def check_packages() -> None:
+    """Raise ValueError if this Python lacks what the commands need. Looks at what is installed and imports nothing."""
+    import importlib.metadata  # slow to import, and needed only here
+
+    name = f"PYTHON={os.environ['PYTHON']}"
+    try:
+        importlib.metadata.version("psutil")
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"{name} has no {error.name}: install it, or unset PYTHON to have .venv made") from error
+    if [int(part) for part in re.findall("[0-9]+", torch)[:2]] < [2, 11]:
+        raise ValueError(f"{name} has torch {torch}, and 2.11 or newer is needed: unset PYTHON to have .venv made")
+
+
+def install(python: Path, requirements: Path) -> None:
+    folder = python.parents[1]
+    if not os.access(folder if folder.exists() else ROOT, os.W_OK):
+        raise ValueError(
+            f"cannot write {folder}, where packages would be installed. Set PYTHON to a Python that has torch, or "
+            "clone the project to a folder that you can write to"
+        )
+    print(f"making {folder}, once, and installing what requirements.txt pins: torch, Jupyter and some small ones")
+    if sys.platform == "linux" and not os.environ.get("PIP_INDEX_URL") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
+        print(
+            "torch's usual build brings NVIDIA's libraries: 5 GB in all. Without an NVIDIA GPU stop this by Ctrl-C, and"
+        )
+        print(
+            "set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, which PyTorch's page 'Get Started' has"
+        )
+        print("behind --index-url: 1.5 GB in all. Or PYTHON=python3 uses the torch that you have, and installs nothing")
+    sys.stdout.flush()
+    if not python.exists() and subprocess.run([sys.executable, "-m", "venv", str(folder)]).returncode:
+        raise ValueError("python3 -m venv failed, see above (on Debian and Ubuntu: apt install python3-venv)")
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(requirements)]
+    if subprocess.run(pip).returncode:
+        raise ValueError("the installation failed, see above; the next start tries again")
+
+
+# What is started.
+
+
+def torchrun_options(command: str, ranks: int) -> list[str]:
+    nodes = os.environ.get("NNODES") or "1"
+    if nodes == "1":
+        options = ["--standalone"]
+    elif command == "train":
+        options = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", "train"]
+        options += ["--rdzv-endpoint", os.environ["RDZV_ENDPOINT"]]
+    else:
+        options = ["--nnodes", nodes, "--node-rank", os.environ["NODE_RANK"], "--rdzv-backend", "static"]
+        options += ["--rdzv-endpoint", os.environ["RDZV_ENDPOINT"]]
+    if command == "train":
+        options += TRAIN
+    return [*options, "--nproc-per-node", str(ranks)]
+
+
+def start(line: list[str]) -> int:
+    """Run torchrun to its end, and return the exit status. A signal to this process is passed on to torchrun.
+
+    torchrun has its own session, so that Ctrl-C reaches it once: from here. After kill -9 of this process the kernel
+    sends it SIGTERM, and it ends its ranks.
+    """
+    received = []
+    with subprocess.Popen(line, start_new_session=True, preexec_fn=end_with_parent) as process:
+
+        def pass_on(number, frame):
+            received.append(number)
+            process.send_signal(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, pass_on)
+        status = process.wait()
+    if received:
+        print(f"\nstopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        return 128 + received[0]
+    return status if status >= 0 else 128 - status
+
+
+def replace_by(python: str, *words: str) -> None:
+    """Go on as `python WORDS...`."""
+    sys.stdout.flush()
+    os.execv(python, [python, *words])
+
+
+def test(python: str, words: list[str]) -> None:
+    if words[:1] == ["--simulated-gpus"]:
+        replace_by(python, "-m", "extra.simulated_gpu.run", *words[1:])
+    os.chdir(ROOT)  # tests are named by their place in the project
+    has_xdist = not os.environ.get("PYTHON") or importlib.util.find_spec("xdist")
+    if has_xdist and words in ([], ["-m", "long"], ["-m", "thorough"]):
+        words = [*words, "-n", "2", "--dist", "loadfile"]  # all of them: two at a time, because many wait for ranks
+    print("+ python -m pytest", shlex.join(words))
+    replace_by(python, "-m", "pytest", *words)
+
+
+def has_jupyter(python: str) -> bool:
+    looks = [python, "-c", "import jupyterlab, nbconvert, ipykernel"]
+    return subprocess.run(looks, capture_output=True).returncode == 0
+
+
+def notebooks(python: str, words: list[str]) -> int:
+    if not has_jupyter(python):
+        raise ValueError(f"this Python has no Jupyter: {python} -m pip install jupyter")
+    if words[:1] == ["--html"]:
+        return html(python, Path(words[1]) if len(words) > 1 else ROOT / "notebooks" / "html")
+    if os.getuid() == 0:  # as in most containers; Jupyter asks for it
+        words = ["--allow-root", *words]
+    replace_by(python, "-m", "jupyterlab", f"--notebook-dir={ROOT / 'notebooks'}", *words)
+    return 0
+
+
+def html(python: str, folder: Path) -> int:
+    """Execute the notebooks, and write them as pages into the folder."""
+    folder = folder.resolve()
+    files = sorted(map(str, ROOT.glob("notebooks/*.ipynb")))
+    convert = [python, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(folder), *files]
+    if subprocess.run(convert).returncode:
+        raise ValueError(f"a cell has failed, see above; what is in {folder} is not complete")
+    for page in folder.glob("*.html"):  # a notebook links to other ones, and to files of the project: so do the pages
+        text = re.sub(r'href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"', r'href="\1.html"', page.read_text())
+        page.write_text(text.replace('href="../', f'href="{ROOT.as_uri()}/'))
+    print(f"written: {folder}")
+    return 0
+
+
+def check_html(words: list[str]) -> None:
+    """Raise ValueError if `notebooks --html [FOLDER]` is followed by something else, or cannot write."""
+    if words[:1] != ["--html"]:
+        return
+    if len(words) > 2 or any(word.startswith("-") for word in words[1:]):
+        raise ValueError(f"--html takes a folder and nothing else, got {' '.join(words[1:])!r}")
+    if len(words) == 2:
+        Path(words[1]).mkdir(parents=True, exist_ok=True)
+
+
+@one_line(ValueError, OSError)
+def main(argv: list[str]) -> int:
+    command, *words = argv or ["compare"]
+    if command in ("help", "-h", "--help"):
+        print(USAGE)
+        return 0
+    check_command(command)
+    if command == "notebooks":
+        check_html(words)
+        return notebooks(environment(), words)
+    if command == "test":
+        test(environment(), words)
+    ranks = take_ranks(command, words) if command in RANKED else None
+    options = commands.COMMANDS[command](words)
+    check_variables(command)
+    if command in ALONE:
+        replace_by(environment(), "-m", *ALONE[command], *words)
+    if command == "bench" and (options.host is not None or options.ratios):  # these need no ranks
+        replace_by(environment(), "-m", *RANKED[command], *words)
+    gpus = count_gpus()
+    if ranks is None:
+        ranks = default_ranks(options.backend, options.device, gpus, commands.machines())
+    check_job(command, options, ranks, gpus)
+    python = environment()
+    line = [*torchrun_options(command, ranks), "-m", *RANKED[command], *words]
+    variables = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+    if command == "train":
+        variables |= TRAIN_VARIABLES
+    if Path.cwd() != ROOT:
+        variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    os.environ.update(variables)
+    set_before = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    print("+", *set_before, "torchrun", shlex.join(line), flush=True)
+    return start([python, "-m", "torch.distributed.run", *line])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
