@@ -173,7 +173,6 @@ def test_numbers_go_to_tensorboard_without_the_steps_that_are_repeated(tmp_path)
         written = journal.Journal(tmp_path, first - 1, tmp_path / "board")
         for step in range(first, last + 1):
             written.write(step, {"loss": step / first}, preset="toy")
-        written._writer.close()
     board = loading.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert [(each.step, each.value) for each in board.Scalars("loss")] == [

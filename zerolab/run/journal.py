@@ -36,8 +36,10 @@ class Journal:
         self._file.write(json.dumps({"step": step, **numbers, **more, "time": time.time()}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        for name, value in numbers.items() if self._writer else ():
-            self._writer.add_scalar(name, value, step)
+        if self._writer:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # ranks end without closing it
 
 
 def read(folder: Path) -> list[dict]:

@@ -64,6 +64,7 @@ class Training:
         if leave:
             self.me.print(f"Stopped on request {where}. Run the same command to continue.")
         else:
+            self.engine.model.eval()
             prompt = bytes(self.unseen.text[:PROMPT].tolist())
             written = sample(self.forward, prompt, SAMPLE, self.config, self.options.seed, self.me.device)
             self.me.print(f"After {prompt!r} the model writes {written!r}.")
