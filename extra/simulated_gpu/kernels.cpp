@@ -54,7 +54,7 @@ static at::Generator dice(const at::Generator& gpu) {
     return at::detail::createCPUGenerator(seed * 0x9E3779B97F4A7C15 + offset);
 }
 
-// These are told their numbers by the host, which therefore waits for them.
+// The host passes numbers to these kernels, so it waits for them.
 static const std::set<std::string> HOST_WAITS = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
                                                  "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave",
                                                  "aten::_local_scalar_dense"};  // which is tensor.item()

@@ -70,7 +70,7 @@ static std::string python_lines() {
     return close(file), lines;
 }
 
-// `key`: what is the same for all that is found at one place; it is said once.
+// `key`: equal for all findings at one place, so that each place is reported once.
 static void found(const std::string& key, const std::string& text) {
     if (!said.insert(key).second) return;
     std::string line = "[simulated GPU] " + text + python_lines() + "\n";
@@ -125,7 +125,7 @@ static Clock& known() {
 
 static Stream* stream_of(cudaStream_t handle, int device = current_device) {
     for (int next; (next = streams.size()) < gpus();) streams.push_back(new Stream{next, next});
-    // Null, and two small numbers that stand for "legacy" and "per thread": the device's default stream.
+    // Null, and two small numbers for "legacy" and "per thread", are the device's default stream.
     return (uintptr_t)handle <= 2 ? streams[device] : (Stream*)handle;
 }
 
@@ -461,8 +461,8 @@ cudaError_t cudaEventElapsedTime(float* out, cudaEvent_t first, cudaEvent_t seco
         return fail(cudaErrorInvalidResourceHandle, "elapsed time between events that were not recorded on one GPU");
     return *out = (float)(to->milliseconds - from->milliseconds), cudaSuccess;  // the host's time
 }
-// Is it over? Training is told "no" where it has not waited, as on a GPU that is late: what goes well by luck must not
-// count as an order. After a thousand questions it is told "yes", for a loop may wait so.
+// Is it over? The answer is "no" if the program has not waited, as on a slow GPU, because luck must not count as an
+// order. After a thousand queries the answer is "yes", because a loop may wait in this way.
 static cudaError_t query(const Clock& clock, int& asked) {
     Clock all = known();
     merge(all, clock);

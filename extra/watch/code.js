@@ -1,5 +1,5 @@
 "use strict";
-// The code pane of one recording: a chapter's source, the line at work of one rank, and the calls that led there.
+// The code pane of one recording: a chapter's source, the running line of one rank, and the calls that led there.
 
 function element(parent, name, className, text) {
   const made = document.createElement(name);
@@ -137,7 +137,7 @@ class Code {
       const [, , what] = last === null ? [] : rec.events[last];
       this.here.textContent = last === null ? `Rank ${rank} has not begun.`
         : what === "over" ? `Rank ${rank}: the step is over, and training_step has returned.`
-        : `Rank ${rank}: no line of a chapter is at work.`;
+        : `Rank ${rank}: no line of a chapter is running.`;
       return;
     }
     const [chapter, line] = this.place;

@@ -51,7 +51,7 @@ class Lanes {
     return this.left + (this.right - this.left) * Math.min(1, time / this.end);
   }
 
-  // `room` is the moment at which the next bar of the line begins: up to there a number may stand beside a narrow bar.
+  // `room` is the time at which the next bar of the line begins: a number next to a narrow bar must end before it.
   bar(begins, ends, y, height, kind, text, title, room = 0) {
     const x = this.x(begins), width = Math.max(1.5, this.x(ends) - x);
     const made = shape(this.svg, "rect", { class: `bar ${kind}`, x, y, width, height });
@@ -84,7 +84,7 @@ class Lanes {
       }
       return;
     }
-    // Collectives that are under way together share the lane's height.
+    // Collectives that are in flight at the same time share the lane's height.
     const mine = rec.collectives.map((c) => [c.issued[rank], c.ended[rank] ?? this.end, c])
       .filter(([issued, , c]) => issued !== null && (c.kind === "all-gather" || c.kind === "broadcast") === (lane === "gather"));
     const free = [];

@@ -1,7 +1,7 @@
 "use strict";
-// The lines of the chapters: which one is at work, which events a line causes, and the colours of the source.
+// The lines of the chapters: which one is running, which events a line causes, and the colours of the source.
 
-// The calls that led to event k, [chapter, line] each, the outermost first; the last one has the line at work.
+// The calls that led to event k, [chapter, line] each, the outermost first; the last one has the running line.
 function wayTo(rec, k) {
   const index = rec.lines ? rec.lines[k] : -1;
   return index < 0 ? null : rec.ways[index];

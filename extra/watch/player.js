@@ -259,7 +259,7 @@ const watch = {
     actions[key]();
   },
 
-  // To the next event of the line at work.
+  // To the next event of the running line.
   sameLine(by) {
     const k = this.code.place ? this.code.next(...this.code.place, by) : null;
     if (k !== null) this.go(k);

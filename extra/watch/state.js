@@ -5,7 +5,7 @@
 const HELD = 0, WHOLE = 1;           // layers of a cell: kept, or a whole buffer that comes and goes
 const COLUMNS = ["parameters", "gradients", "optimizer state"];
 
-// How a number of the recording that stands for all cells, or a list of them, is read.
+// Reads a value of the recording: one number for all cells, or a list of numbers.
 function eachCell(value, ranks) {
   return Array.isArray(value) ? value.slice() : new Array(ranks).fill(value);
 }
@@ -21,7 +21,7 @@ function stateAt(rec, k) {
       versions: rec.rows.map(() => [new Array(n).fill(null), new Array(n).fill(null)]),
       elsewhere: 0,                    // bytes of state that belong to no row
       live: rec.parts.map(() => 0),    // bytes alive by part: what the memory ledger says
-      step: "", unit: "", phase: "",   // the step, the unit at work and "forward" or "backward"
+      step: "", unit: "", phase: "",   // the step, the unit that computes and "forward" or "backward"
       waitsFor: null,                  // number of the collective without which it cannot go on
       over: false, failed: false,
     });

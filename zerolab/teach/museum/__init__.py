@@ -1,4 +1,4 @@
-"""The museum of bugs: stages with one mistake each, as a student would write them. `./launch.sh bug` lists them.
+"""The museum of bugs: stages with one mistake each, such as students make. `./launch.sh bug` lists them.
 
 exhibits/   one file per mistake: what a visitor sees, hints, the answer, and the wrong code
 loop.py     the training loop in which a mistake shows, and what is measured there

@@ -87,7 +87,7 @@ def differences(correct, wrong):
 
 
 def report(correct, wrong):
-    """The results of `visit` on all ranks, as a table with all steps and a table of the last step."""
+    """Two tables from the results of `visit` on all ranks: one with all steps, one of the last step."""
     all_ranks = range(len(correct))
     rows = [["", *(f"correct, rank {rank}" for rank in all_ranks), *(f"this one, rank {rank}" for rank in all_ranks)]]
     for key, label in (("losses", "loss"), ("norms", "gradient norm"), ("scales", "loss scale after")):

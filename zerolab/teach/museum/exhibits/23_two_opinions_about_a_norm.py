@@ -6,8 +6,8 @@ Clue: There is one all-gather less per step. What must the ranks exchange before
 
 Hint: `clip_grad_norm_` in zerolab/engine/clipping.py.
 
-Answer: Every rank clips by the norm of its own shards. The correct norm is the norm of all shards together: the squares
-must be summed over the ranks. Otherwise each rank scales its shards by a different factor.
+Answer: Every rank clips by the norm of its shards only. The correct norm is the norm of all shards together: the
+squares must be summed over the ranks. Otherwise each rank scales its shards by a different factor.
 
 Unnoticed: Logs usually come from rank 0, and its norm looks plausible. Clipping too little is rarely fatal.
 

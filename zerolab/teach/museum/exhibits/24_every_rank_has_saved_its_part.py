@@ -2,7 +2,7 @@
 
 Symptom: The losses are equal until the run is resumed from a checkpoint, before the third step.
 
-Clue: How could a reader of the files tell one rank's shard from another rank's?
+Clue: How could a reader of the files distinguish the shards of different ranks?
 
 Hint: `shards` in this exhibit, the names in the checkpoint.
 

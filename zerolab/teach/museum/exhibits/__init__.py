@@ -34,7 +34,7 @@ class Exhibit:
     steps          how many steps a visitor sees
     micro_batches  backwards per step
     max_norm       gradients are clipped to this norm, by `engine.clip_grad_norm_`
-    resume_at      before this step (from 0) the run stops, and a new engine resumes it: `save(folder)`, `load(folder)`
+    resume_at      before this step, counted from 0, the run stops, and a new engine resumes it by `save` and `load`
     """
 
     number: int
