@@ -1,4 +1,4 @@
-"""Commands as a user types them behind ./launch.sh, in this process: no seconds of a start."""
+"""Runs commands as a user types them after ./launch.sh, but in this process, because starting Python takes seconds."""
 
 import contextlib
 import io
@@ -16,15 +16,15 @@ from zerolab.run.ranks import ROOT
 
 
 class Started(Exception):
-    """What would have been started: the arguments of Python."""
+    """Raised in place of starting Python, with its command line."""
 
 
 def note(*line) -> None:
     raise Started(list(line))
 
 
-def started(*words: str, **environment: str) -> list[str] | None:
-    """What `./launch.sh WORDS` starts: the arguments of Python. None if it has answered itself."""
+def started(*words: str, **environment: str) -> list[str]:
+    """The arguments of the Python that `./launch.sh WORDS` starts. SystemExit if it starts none."""
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(launch, "environment", lambda: "python"),
@@ -40,23 +40,23 @@ def started(*words: str, **environment: str) -> list[str] | None:
 
 
 def typed(line: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of `./launch.sh LINE`, to the point where ranks meet. NAME=value as in a shell."""
+    """(exit status, stdout, stderr) of `./launch.sh LINE`, before ranks start. NAME=value works as in a shell."""
     words = shlex.split(line)
     environment = dict(word.split("=", 1) for word in takewhile(re.compile("[A-Z_]+=").match, words))
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(os, "_exit", sys.exit),
-        mock.patch.object(process_group, "record", lambda main: main),  # torch's: it would have crashes told to `err`
+        mock.patch.object(process_group, "record", lambda main: main),  # torch's `record` would write crashes to `err`
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        warnings.catch_warnings(action="ignore"),  # that the module is imported already
+        warnings.catch_warnings(action="ignore"),  # the module may be imported already
     ):
         try:
             program = started(*words[len(environment) :])
             out.seek(0)
-            out.truncate()  # the line of torchrun
+            out.truncate()  # which has the command line of torchrun
             start_of_module = program.index("-m", program.index("-m") + 1 if "torch.distributed.run" in program else 0)
             module, *arguments = program[start_of_module + 1 :]
             with mock.patch.object(sys, "argv", [module, *arguments]):
