@@ -5,11 +5,13 @@ import re
 
 import pytest
 
+from zerolab.run import commands
 from zerolab.run.ranks import ROOT
 from zerolab.teach import articles
 from zerolab.teach.articles import on_memory, on_traffic, printed, report
-from zerolab.teach.articles.__main__ import main
+from zerolab.teach.articles.__main__ import chosen, main
 from zerolab.teach.articles.claim import (
+    ARTICLES,
     DEPENDS,
     DOES_NOT_HOLD,
     FRAMEWORKS,
@@ -114,6 +116,12 @@ def test_the_command_writes_its_rows(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "97.81 GB" in printed.out and "1 claim: 0 hold, 0 depend on a condition, 1 do not hold" in printed.out
     assert printed.err.startswith("[1/1] 2 bytes in BF16")  # progress, and not in the report
+
+
+@pytest.mark.parametrize("article", ARTICLES, ids=[article.key for article in ARTICLES])
+def test_the_command_knows_every_article(article):
+    claims = chosen(articles.CLAIMS, commands.articles(["--article", article.key]))
+    assert {one.name for one in claims} == {row["name"] for row in report.of_article(article, ROWS)}
 
 
 def test_a_claim_that_raises_is_reported_and_the_rest_still_run(capsys):

@@ -14,8 +14,8 @@ from pool import CaseFailed
 from zerolab.run import ranks as run_ranks
 from zerolab.run.ranks import ROOT
 from zerolab.teach import exercise
+from zerolab.teach.check import examine as check_examine
 from zerolab.teach.check import report as check
-from zerolab.teach.check import steps as check_steps
 from zerolab.teach.check.module import Unusable, load
 from zerolab.teach.exercise import generate
 from zerolab.teach.exercises import EXERCISES
@@ -86,7 +86,7 @@ def examine(pool, folder: Path, name: str, text: str, numbers: list[int]) -> lis
     file = folder / f"{name}.py"
     file.write_text(text)
     with contextlib.suppress(CaseFailed):  # a rank that died has no verdict
-        pool.run(check_steps.examine, name=name, file=str(file), folder=str(folder), numbers=numbers)
+        pool.run(check_examine.examine, name=name, file=str(file), folder=str(folder), numbers=numbers)
     report = check.Report([EXERCISES[name].checks[number] for number in numbers], file.name, text)
     for number in numbers:
         verdicts = run_ranks.said(folder, number, pool.world_size)

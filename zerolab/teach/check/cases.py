@@ -1,7 +1,6 @@
 """The cases in which a file is tried: small trainings, with different data on each rank, and unusual models."""
 
 import functools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,11 +34,20 @@ class Case:
     @property
     def group(self) -> dist.ProcessGroup:
         groups = groups_of(dist.group.WORLD)
-        return groups.silent if self.memory else groups.alone if self.alone else groups.everyone
+        if self.memory:
+            return groups.silent
+        return groups.alone if self.alone else groups.everyone
+
+
+@dataclass(frozen=True)
+class Groups:
+    everyone: dist.ProcessGroup
+    alone: dist.ProcessGroup  # this rank only
+    silent: dist.ProcessGroup  # moves nothing
 
 
 @functools.cache
-def groups_of(world) -> types.SimpleNamespace:
+def groups_of(world: dist.ProcessGroup) -> Groups:
     """The groups of all cases. None of them is the default group, so that a collective that was given none shows.
 
     gloo waits in a reduce-scatter for a copy of its input, and lets go of buffers a moment after `wait()`. So the exact
@@ -49,11 +57,11 @@ def groups_of(world) -> types.SimpleNamespace:
     new = partial(dist.new_group, group_desc="for all checks", timeout=patience)
     alone = [new([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     silent = dist.new_group(backend="fake", group_desc="silent")
-    return types.SimpleNamespace(everyone=new(), alone=alone, silent=silent)
+    return Groups(new(), alone, silent)
 
 
 def build(cls, group, seed: int, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=None, **options):
-    """An engine. Each rank builds a model with different weights; all must start with rank 0's."""
+    """An engine. Each rank builds a model with different weights. All must start with rank 0's weights."""
     if cls.__name__ != "ZeRO3" and bucket_bytes is not None:
         options["bucket_mb"] = bucket_bytes / 2**20
     model = models.seeded(make, 100 * seed + dist.get_rank(), dtype)

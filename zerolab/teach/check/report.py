@@ -21,7 +21,7 @@ from zerolab.measure import tables
 from zerolab.run import commands, ranks
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
-from zerolab.teach.check.steps import diverged
+from zerolab.teach.check.examine import diverged
 from zerolab.teach.exercise import FOLDER, edited, lines_of_blanks
 from zerolab.teach.exercises import EXERCISES
 from zerolab.teach.exercises.kinds import WholeFile
@@ -125,7 +125,7 @@ def on_ranks(report: Report, file: Path, options: argparse.Namespace) -> None:
     """Start the ranks on `file`, and fill in the report."""
     while not report.over:
         first = len(report.verdicts)
-        command = ["-m", "zerolab.teach.check.steps"]
+        command = ["-m", "zerolab.teach.check.examine"]
         command += map(str, (options.name, file, options.seconds, options.seed, first))
         quiet = options.folder is not None  # what a file prints does not belong between the others' points
         with ranks.Ranks(command, options.ranks, 3600, quiet, file=str(file), ZERO_TIMEOUT="60") as there:
