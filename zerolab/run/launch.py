@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 USAGE = """\
 Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
-./launch.sh articles [options]          the articles' claims, each run or added up here
+./launch.sh articles [options]          the claims of five articles: which hold, and why not
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
 ./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks, or a task
 ./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
