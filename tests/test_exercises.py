@@ -284,6 +284,14 @@ def test_a_file_that_imports_its_chapter_is_unusable(tmp_path, line):
             load("zero1", str(file), check_of_it)
 
 
+@pytest.mark.parametrize("line, said", [("def", "line 1: invalid syntax"), ("return", "line 1: 'return' outside")])
+def test_a_file_that_is_no_python_is_unusable(tmp_path, line, said):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{line}\n{student_file('zero1', 'Solution')}")
+    with pytest.raises(Unusable, match=said):
+        load("zero1", str(file), EXERCISES["zero1"].checks[0])
+
+
 # As a student runs it.
 
 

@@ -104,4 +104,7 @@ def load(name: str, file: str, check) -> types.ModuleType:
         find(tree, exercise.engine)  # it must be defined in the file, and not imported
     except LookupError as error:
         raise Missing(f"{error} in it, which this exercise asks for") from error
-    return _run(tree, f"student_{name}", file)
+    try:
+        return _run(tree, f"student_{name}", file)
+    except SyntaxError as error:  # such as a return outside of functions, which only the compiler finds
+        raise Unusable(f"line {error.lineno}: {error.msg}") from error
