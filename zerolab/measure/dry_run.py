@@ -81,7 +81,6 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         "sent_bytes": seen.sent_bytes,
         "sent_elements": seen.sent_elements,
         "sent": sent_by_kind(seen.collectives),
-        "gloo_copy_bytes": gloo_copy_bytes(seen.collectives),
         "curve": curve(memory),
     }
     if allocator:
@@ -118,11 +117,6 @@ def copied_to(device: torch.device, weights: GPT) -> GPT:
         for param, value in zip(model.parameters(), weights.parameters()):
             param.copy_(value)
     return model
-
-
-def gloo_copy_bytes(collectives: Iterable[Collective]) -> int:
-    """The most that gloo adds to the peak: its reduce-scatter copies the input, which is one bucket or unit."""
-    return max((one.whole_bytes for one in collectives if one.kind == "reduce-scatter"), default=0)
 
 
 def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, dict]:
