@@ -204,7 +204,7 @@ def compare(
     least: int = 30,
     breakdown: bool = False,
 ) -> Command:
-    """The referee, started by torchrun: `./launch.sh compare` would import torch once more to check the options."""
+    """The referee, started by torchrun."""
     line = f"torchrun --nproc-per-node {number_of_ranks} fsdp2_compare.py --preset {preset} --dtype {dtype}"
     line += f" --steps {steps} --timed-steps {timed_steps} --json {file}"
     if engines:

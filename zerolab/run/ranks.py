@@ -135,7 +135,7 @@ class Ranks:
         end(self.process, seconds)
         self.text = (self.folder / "output").read_text(errors="replace")
 
-    def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict]]]:
+    def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict | None]]]:
         """(item, every rank's verdict), one item after the other, as soon as all ranks have said theirs.
 
         In the place of a verdict that will never come stands {"status": "died", "error": how that rank ended}. Of what
