@@ -150,18 +150,24 @@ def run(main) -> None:
 
     The other ranks do not wait for this one: torchrun stops them when it exits.
     """
+
+    @record  # writes an error that nobody has foreseen down for torchrun, which prints it at the end
+    def recorded() -> None:
+        try:
+            with one_line():
+                main()
+        except (ValueError, TypeError, OSError) as error:
+            # Before the ranks meet all of them find the same mistake: one of them says it.
+            if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+                say_error(error)
+            sys.exit(2)
+
     status = 1
     try:
-        with one_line():
-            record(main)()  # `record` writes an error down for torchrun
+        recorded()
         status = 0
     except SystemExit as leaving:
         status = leaving.code or 0
-    except (ValueError, TypeError, OSError) as error:
-        status = 2
-        # Before the ranks meet all of them find the same mistake: one of them says it.
-        if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-            say_error(error)
     except RuntimeError as error:
         hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
         say_error(error, hint if lost(str(error)) else "")
