@@ -800,6 +800,17 @@ def test_a_module_that_refuses_its_extra_state_stops_the_load(ranks, tmp_path):
     assert engine.model.seen["steps"] == 2
 
 
+@two_ranks
+@on_every_rank
+def test_loading_in_inference_mode_is_refused(ranks, tmp_path):
+    """Tensors that are made there could not be trained."""
+    engine = build(ZeRO2Engine)
+    checkpoint.save(engine, tmp_path)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="load outside"):
+        checkpoint.load(engine, tmp_path)
+    train(engine, range(1))
+
+
 NOT_PLAIN = [len.__call__, numpy.zeros(2), {"a": [Runs(os.devnull)]}, lambda: None]
 
 

@@ -35,6 +35,11 @@ def tied_by_data(model):
     return MOMENTUM(model.parameters())
 
 
+def aliased(model):
+    model.register_buffer("alias", model.head.weight.data)
+    return MOMENTUM(model.parameters())
+
+
 def stepped(model):
     optimizer = ADAMW(model.parameters())
     mse(model, *own_batch(0)).backward()
@@ -71,6 +76,7 @@ BUILDS = {  # (a function that changes the model and returns an optimizer, optio
     "scripted": (scripted, {}, "scripted"),
     "max_norm": (max_norm, {}, "max_norm"),
     "tied by data": (tied_by_data, {}, "share memory"),
+    "aliased by a buffer": (aliased, {}, "'alias' shares memory with 'head.weight'"),
     "stepped": (stepped, {}, "has made steps already"),
     "all frozen": (all_frozen, {}, "nothing to train"),
     "not an optimizer": (no_instance, {}, "expected an optimizer"),
@@ -237,6 +243,35 @@ def test_gradients_that_left_zero1s_bucket_are_refused(engine, change):
     with Recorder() as recorder, pytest.raises(RuntimeError, match="was replaced"):
         pair.trained.step()
     assert not recorder.collectives, "it sent something before it found out"
+    pair.trained.zero_grad()
+    pair.train()
+
+
+@ours
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_gradients_that_are_set_in_the_optimizer_too_early_are_refused(engine, find_unused):
+    """Before `reduce_gradients()` they would be replaced by the reduced gradients."""
+    pair = Pair(engine, seeded(Blocks), find_unused=find_unused)
+    pair.loss_of_engine().backward()
+    for piece in pair.trained.optimizer.param_groups[0]["params"]:
+        piece.grad = torch.zeros_like(piece)
+    with pytest.raises(RuntimeError, match=r"Call engine.reduce_gradients\(\)"):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.train()
+
+
+@pytest.mark.stages("zero2")
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_gradients_without_a_backward_are_refused(engine, find_unused):
+    """`torch.autograd.grad` and then `param.grad = ...`: nothing would be sent."""
+    pair = Pair(engine, seeded(Blocks), find_unused=find_unused)
+    params = list(pair.model.parameters())
+    gradients = torch.autograd.grad(pair.loss_of_engine(), params)
+    for param, gradient in zip(params, gradients):
+        param.grad = gradient
+    with pytest.raises(RuntimeError, match="was set by hand"):
+        pair.trained.step()
     pair.trained.zero_grad()
     pair.train()
 

@@ -89,3 +89,23 @@ def test_the_optimizer_stays_the_users_object(engine):
     found = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     assert found == options
     assert all(piece.ndim == 1 for group in optimizer.param_groups for piece in group["params"])
+
+
+class Assigns(torch.optim.Optimizer):
+    """SGD as some people write it: `param.data = ...` in place of a change in place."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_an_optimizer_may_assign_new_tensors(engine):
+    """The weights are what it assigned, on all ranks."""
+    Pair(engine, seeded(Blocks), partial(Assigns, lr=0.05)).train()

@@ -105,6 +105,79 @@ def test_what_is_cast_and_what_stays_float32(engine):
     assert (weight != weight.to(BF16).float()).float().mean() > 0.9, "small updates were rounded away"
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """`__post_init__` changes a value, so it must not run a second time."""
+
+    x: torch.Tensor
+    seen: list
+    half: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "half", self.x / 2)
+        self.seen.append("made")
+
+
+class Leaf(nn.Linear):
+    """It leaves its output in what it is given."""
+
+    def forward(self, x, kept):
+        x = super().forward(x)
+        if isinstance(kept, list):
+            kept.append(x)
+        else:
+            kept[len(kept)] = x
+        return x
+
+
+class Leaves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Leaf(5, 5), Leaf(5, 5)])
+
+    def forward(self, x, place):
+        kept = [] if place == "list" else {}
+        for block in self.blocks:
+            x = block(x, kept)
+        return x, kept
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.seen = []
+
+    def forward(self, scaled):
+        self.seen = [scaled.half.dtype, scaled.half[0, 0].item()]
+        return self.blocks[0](scaled.half)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("place", ["list", "dictionary"])
+def test_a_unit_may_fill_what_it_is_given(engine, place):
+    """A list or a dictionary without tensors to cast reaches the unit as the same object."""
+    model = seeded(Leaves, dtype=FP32)
+    trained = engine(model, ADAMW(model.parameters()), param_dtype=BF16)
+    output, kept = trained(torch.ones(2, 5), place)
+    assert len(kept) == 2, "what the units left is lost"
+    output.float().sum().backward()
+    trained.step()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_dataclass_is_cast_without_being_made_again(engine):
+    """Frozen, and with a field that only `__post_init__` sets."""
+    model = seeded(Halves, dtype=FP32)
+    trained = engine(model, ADAMW(model.parameters()), param_dtype=BF16)
+    given = Scaled(torch.ones(2, 5), [])
+    output = trained(given)
+    assert given.seen == ["made"] and given.half.dtype == FP32
+    assert model.seen == [BF16, 0.5], "the value of `half` is not the caller's"
+    output.float().sum().backward()
+    trained.step()
+
+
 # Loss scaling.
 
 

@@ -56,6 +56,10 @@ class EngineParameter(nn.Parameter):
 class FreedParameter(EngineParameter):
     """A parameter whose storage has no bytes. Reading it would crash the process or return garbage."""
 
+    def __repr__(self):
+        """For messages and debuggers, which print a parameter. Its values are not here."""
+        return f"FreedParameter({name_of(self)!r}, shape={tuple(self.shape)})"
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if not reads_values(function):
@@ -186,6 +190,15 @@ def check_model(model):
                     f"{first!r} and {name!r} share memory, and would no longer share it after the build. To tie two "
                     "weights, use one parameter for both (a.weight = b.weight)"
                 )
+    storages = {storage: name for (storage, _), name in owner.items()}
+    for name, buffer in model.named_buffers():
+        if buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
+            other = storages.get(buffer.untyped_storage()._cdata)
+            if other is not None:
+                raise ValueError(
+                    f"the buffer {name!r} shares memory with {other!r}, and would become stale after the build. "
+                    "Register a copy of it, or compute it in forward"
+                )
 
 
 def check_has_values(model):
@@ -248,15 +261,22 @@ def check_one_backward(engine):
 
 def check_gradients(buckets, find_unused):
     """Raise RuntimeError for a parameter without a gradient, or with one that was not reduced."""
-    missing, kept = [], []
+    missing, kept, set_by_hand = [], [], []
     for bucket in buckets:
         for name, param in zip(bucket.names, bucket.params):
             if param in bucket.kept:
                 kept.append(name)
+            elif param not in bucket.used and bucket.gradient is None and get_grad(param) is not None:
+                set_by_hand.append(name)
             elif param not in bucket.used:
                 missing.append(name)
     if kept:
         raise RuntimeError(f"gradients of {shorten(kept)} were kept by no_sync(): the last backward must run outside")
+    if set_by_hand:
+        raise RuntimeError(
+            f"param.grad of {shorten(set_by_hand)} was set by hand, and only gradients of a backward are reduced. Call "
+            "engine.reduce_gradients() after backward, and change the gradients in optimizer.param_groups"
+        )
     if missing and not find_unused:
         raise RuntimeError(
             f"no gradient for {shorten(missing)}: use every trained parameter in every step, freeze it before the "
@@ -287,9 +307,9 @@ def check_memory(buckets):
             break
 
 
-def check_step(engine, optimizer):
+def check_step(engine):
     """Raise RuntimeError for `optimizer.step()` outside of `engine.step()`: gradients may not be reduced."""
-    if engine is not None and not engine.updating:
+    if not engine.updating:
         raise RuntimeError("optimizer.step() was called by itself, and gradients may not be reduced: use engine.step()")
 
 

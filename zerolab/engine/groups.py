@@ -56,7 +56,25 @@ def take_over(optimizer, buckets):
 
 
 def hand_out_gradients(bucket):
-    """The end of step 3: each piece gets a view of its part of the shard's gradient."""
+    """The end of step 3: each piece gets a view of its part of the shard's gradient.
+
+    Raises RuntimeError if a piece has a gradient already: your loop set it, and it would be lost.
+    """
     gradients = {} if bucket.shard.grad is None else cut(bucket, bucket.shard.grad)
     for param, piece in bucket.pieces.items():
+        if piece.grad is not None and not bucket.handed_out:
+            raise RuntimeError(
+                "the gradient of a parameter in optimizer.param_groups was set before the gradients were reduced. Call "
+                "engine.reduce_gradients() after backward, and change the gradients then"
+            )
         piece.grad = gradients.get(param)
+
+
+def collect_values(bucket):
+    """After step 4: some optimizers assign `param.data` instead of writing in place. The shard gets these values."""
+    storage = bucket.shard.untyped_storage()._cdata
+    moved = {param: piece for param, piece in bucket.pieces.items() if piece.untyped_storage()._cdata != storage}
+    if moved:
+        places = cut(bucket, bucket.shard.detach())
+        for param, piece in moved.items():
+            piece.data = places[param].copy_(piece.detach())

@@ -15,10 +15,11 @@ A gather sends 2 bytes per parameter, a reduction 2 or 4. FSDP2's `MixedPrecisio
 losses to the bit on two ranks. DeepSpeed calls the float32 shards master weights.
 """
 
+import copy
 import dataclasses
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def compute_dtype(param, options):
@@ -62,18 +63,36 @@ def sendable(tensor):
 def cast_inputs(module, dtype):
     """Cast floating point inputs of `module` to `dtype` before its forward.
 
-    Like FSDP2, engines do this for every unit, in case the model computes in float32 between two of them.
+    Like FSDP2, engines do this for every unit, in case the model computes in float32 between two of them. An argument
+    that has nothing to cast is passed on as it is: a module may fill a list or a dictionary that it was given.
     """
 
-    def cast(value):
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: tree_map(cast, getattr(value, field.name)) for field in dataclasses.fields(value)}
-            return dataclasses.replace(value, **fields)
-        return value
-
     def before_forward(module, args, kwargs):
-        return tree_map(cast, args), tree_map(cast, kwargs)
+        args = tuple(cast(value, dtype) for value in args)
+        return args, {name: cast(value, dtype) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def cast(value, dtype):
+    """`value` itself if it has nothing to cast; else a copy, also of the containers and dataclasses around a tensor."""
+    leaves, structure = tree_flatten(value)
+    changed = [cast_leaf(leaf, dtype) for leaf in leaves]
+    if all(new is old for new, old in zip(changed, leaves)):
+        return value
+    return tree_unflatten(changed, structure)
+
+
+def cast_leaf(leaf, dtype):
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    changed = {name: cast(value, dtype) for name, value in fields.items()}
+    if all(changed[name] is fields[name] for name in fields):
+        return leaf
+    new = copy.copy(leaf)  # unlike `dataclasses.replace`, it does not run `__post_init__` again
+    for name, value in changed.items():
+        object.__setattr__(new, name, value)  # also where the dataclass is frozen
+    return new

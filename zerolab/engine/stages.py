@@ -4,7 +4,6 @@ Each method here is a moment of a chapter that some option changes. The option's
 """
 
 import warnings
-import weakref
 
 import torch
 from torch.autograd import Variable
@@ -89,8 +88,15 @@ class Engine:
         # For checkpoints: the names of each group's parameters, even if this rank owns no element of them.
         self.group_names = [[names[param] for param in group["params"]] for group in self.optimizer.param_groups]
         groups.take_over(self.optimizer, self.buckets)
-        engine = weakref.ref(self)
-        self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: checks.check_step(engine(), optimizer))
+        self.optimizer.register_step_pre_hook(weak_hook(self.before_update))
+        self.optimizer.register_step_post_hook(weak_hook(self.after_update))
+
+    def before_update(self, optimizer, args, kwargs):
+        checks.check_step(self)
+
+    def after_update(self, optimizer, args, kwargs):
+        for bucket in self.buckets:
+            groups.collect_values(bucket)
 
     # The steps.
 
@@ -259,9 +265,9 @@ class SendingEngine(Engine):
 
     def reduce_gradients(self):
         if not self.ready:
+            checks.check_gradients(self.buckets, self.options.find_unused)
             if self.options.find_unused:
                 self.flush()  # if backward has brought no gradient at all on this rank
-            checks.check_gradients(self.buckets, self.options.find_unused)
         super().reduce_gradients()
 
 

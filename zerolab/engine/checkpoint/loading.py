@@ -24,9 +24,11 @@ def load(engine, folder):
     """Load the newest checkpoint in `folder`, or `folder` itself, into the engine. Returns `extra`. A collective.
 
     `extra` has the values that this rank saved. A rank that did not exist then gets rank 0's values. Raises the same
-    error on every rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, or ValueError if the model
-    or the optimizer is different.
+    error on every rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, ValueError if the model or
+    the optimizer is different, or RuntimeError inside `torch.inference_mode()`.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("loading inside torch.inference_mode() makes tensors that cannot be trained: load outside")
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
     everyone = engine.options.everyone
