@@ -139,7 +139,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert result.returncode == other.returncode == 0, result.stderr[-3000:] + other.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
-    assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: all-gather") in result.stdout
+    assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: the all-gather") in result.stdout
     assert "Warning" not in result.stderr + other.stderr and "where the time of a step goes" in result.stdout
     assert other.stdout == ""  # one rank tells
     assert result.stdout.count("Step 1 forward") == (2 if stage == "zero1" else 1)
