@@ -1,11 +1,11 @@
-"""The tests of the tools use the helpers, the ranks and the options of tests/."""
+"""The tests of the tools use the helpers, the fixtures and the options of tests/."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import conftest
-from conftest import on_gpus, ranks, without_gpus  # noqa: F401  pytest finds them by their names
+from conftest import on_gpus, without_gpus  # noqa: F401  pytest finds them by their names
 
 
 def pytest_addoption(pluginmanager):

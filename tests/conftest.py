@@ -1,4 +1,4 @@
-"""The ranks of the whole suite: `ranks(3)` is a pool of three, started when first asked for."""
+"""What all tests share: where modules are found, GPUs that most tests do not see, and options of tests/conformance."""
 
 import os
 import signal
@@ -23,29 +23,6 @@ def without_gpus(request):
         if request.path.stem not in ("test_cuda", "test_simulated"):
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
-
-
-def pools(make):
-    """`of(3)`: what `make(3)` has made, once. For the ranks of fixtures."""
-    made = {}
-
-    def of(world_size: int):
-        if world_size not in made:
-            made[world_size] = make(world_size)
-        return made[world_size]
-
-    yield of
-    for pool in made.values():
-        pool.let_go()
-    for pool in made.values():
-        pool.close()
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    from pool import Pool
-
-    yield from pools(Pool)
 
 
 @pytest.fixture(scope="module")

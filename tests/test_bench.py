@@ -7,6 +7,7 @@ import pytest
 import started
 import torch
 import torch.distributed as dist
+from helpers import run_on_ranks
 from torch import nn
 
 from zerolab.measure import bench
@@ -49,8 +50,8 @@ def swept() -> dict[str, dict[str, dict]]:
 
 
 @pytest.mark.long
-def test_every_sweep_runs_and_its_choices_differ_in_what_they_say(ranks):
-    found = ranks(2).run(swept)[0]
+def test_every_sweep_runs_and_its_choices_differ_in_what_they_say():
+    found = run_on_ranks(2, swept)[0]
 
     def of(sweep: str, what: str) -> list[int]:
         return [row[what] for row in found[sweep].values()]

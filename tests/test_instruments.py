@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, seeded
+from helpers import Blocks, run_on_ranks, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -330,10 +330,10 @@ def count_by_hand() -> list:
 
 
 @pytest.mark.parametrize("world_size", (1, 3))
-def test_the_traffic_ledger_counts_what_was_issued(ranks, world_size):
+def test_the_traffic_ledger_counts_what_was_issued(world_size):
     whole = 4 * 6 * world_size
     part = whole * (world_size - 1) / world_size
-    for found in ranks(world_size).run(count_by_hand):
+    for found in run_on_ranks(world_size, count_by_hand):
         assert found == [
             ("all-reduce", whole, 2 * part, ""),
             ("all-gather", whole, part, "5 gather parameters"),
@@ -428,12 +428,12 @@ ON_TWO_RANKS = (
 
 
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
-def test_on_two_ranks(ranks, case):
-    ranks(2).run(case)
+def test_on_two_ranks(case):
+    run_on_ranks(2, case)
 
 
-def test_a_trace_has_memory_and_spans_on_one_clock(ranks, tmp_path):
-    ranks(2).run(memory_and_spans_on_one_clock, folder=str(tmp_path))
+def test_a_trace_has_memory_and_spans_on_one_clock(tmp_path):
+    run_on_ranks(2, memory_and_spans_on_one_clock, folder=str(tmp_path))
 
 
 def test_memory_that_is_let_go_of_while_a_step_begins():

@@ -17,6 +17,7 @@ import started
 import torch
 import torch.distributed as dist
 import typed_commands
+from helpers import run_on_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
@@ -108,9 +109,9 @@ def test_the_referee_in_bfloat16(tmp_path):
     assert runs["zero1"]["sent_bytes"] == pytest.approx(10 / 8 * runs["ddp"]["sent_bytes"], rel=0.01)
 
 
-def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one(ranks):
+def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one():
     """FSDP1 with the article's policy wraps the large layers of `tiny`, and not its blocks."""
-    for found in ranks(2).run(wrapped_by_size):
+    for found in run_on_ranks(2, wrapped_by_size):
         assert found["fsdp1"] == (1 + 6, True)  # the model, the blocks
         assert found["fsdp1_article"] == (1 + 1 + 6 * 4, True)  # the model, the positions, four linear layers a block
 
@@ -344,9 +345,9 @@ def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
     return stepped, met
 
 
-def test_rank_0_alone_may_take_longer_than_a_collective(ranks):
+def test_rank_0_alone_may_take_longer_than_a_collective():
     """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
-    (stepped, met), (nothing, waited) = ranks(2).run(collectives_of_work_alone, port=started.free_port())
+    (stepped, met), (nothing, waited) = run_on_ranks(2, collectives_of_work_alone, port=started.free_port())
     assert nothing == [] and waited == met and len(met) >= 3
     assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
 

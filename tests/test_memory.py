@@ -32,7 +32,7 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
 
 @pytest.mark.parametrize(
     "name, gigabytes",
-    (thorough("zero1", 63), thorough("zero2", 38.5), ("zero3", 14)),
+    (thorough("zero1", 63), thorough("zero2", 38.5), pytest.param("zero3", 14, marks=pytest.mark.long)),
 )
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     row = dry_run_of_articles(name)  # run once for this and for the articles' tests
@@ -60,7 +60,7 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, thorough(False)])
 def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with fake_ranks(ranks), FakeTensorMode(allow_non_fake_inputs=True), PartsLedger() as ledger:

@@ -93,23 +93,12 @@ with ranks.Ranks([{file!r}], 2, 100) as there:
     for _, verdicts in there.verdicts(["first", "second"]):
         print(*[verdict["pid"] for verdict in verdicts], there.process.pid, flush=True)
 """
-STARTS_A_POOL = """
-import signal
-import pool
-pool.IMPORTED_ONCE[:] = ["torch"]
-ranks = pool.Pool(2)
-print(*[process.pid for process in ranks._ranks], flush=True)
-ranks.run(signal.pause)
-"""
 
 
-@pytest.mark.parametrize(
-    "text", (STARTS_RANKS, pytest.param(STARTS_A_POOL, marks=pytest.mark.long)), ids=("ranks", "pool")
-)
-def test_they_end_with_the_process_that_has_started_them(tmp_path, text):
-    """Even though they are in sessions of their own, or forks of a server: after kill -9, which nobody hears."""
+def test_they_end_with_the_process_that_has_started_them(tmp_path):
+    """Even though they are in their own sessions: after kill -9, which no process can handle."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")
-    program = text.format(file=str(tmp_path / "ranks.py"))
+    program = STARTS_RANKS.format(file=str(tmp_path / "ranks.py"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) >= 2 and all(psutil.pid_exists(pid) for pid in pids)

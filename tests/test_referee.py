@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_on_ranks
 
 import fsdp2_compare as referee
 from zerolab.measure import proof, referee_report
@@ -125,11 +126,11 @@ def difference(file: str, accumulate: int) -> float:
         return referee.Referee(options, load_text(None, 32), me).prove()[name]
 
 
-def found(ranks, folder, name: str, change: tuple[str, str], world_size: int, accumulate: int) -> float:
+def found(folder, name: str, change: tuple[str, str], world_size: int, accumulate: int) -> float:
     old, new = change
     assert LISTING.count(old) == 1, f"docs/your-engine.md has no such lines: {old}"
     (folder / f"{name}.py").write_text(LISTING.replace(old, new))
-    everywhere = ranks(world_size).run(difference, file=str(folder / f"{name}.py"), accumulate=accumulate)
+    everywhere = run_on_ranks(world_size, difference, file=str(folder / f"{name}.py"), accumulate=accumulate)
     assert len(set(everywhere)) == 1
     return everywhere[0]
 
@@ -153,8 +154,8 @@ LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ALL if case not 
 
 
 @pytest.mark.parametrize("name, world_size, accumulate", FEW + LONG)
-def test_a_wrong_engine_is_found(ranks, tmp_path, name, world_size, accumulate):
-    assert found(ranks, tmp_path, name, WRONG[name], world_size, accumulate) > 100 * proof.TOLERANCE
+def test_a_wrong_engine_is_found(tmp_path, name, world_size, accumulate):
+    assert found(tmp_path, name, WRONG[name], world_size, accumulate) > 100 * proof.TOLERANCE
 
 
 FEW = [("divides_first", 3, 2), ("passes_gradients_around_a_ring", 3, 1), ("does_not_align", 2, 2)]
@@ -163,5 +164,5 @@ LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ALL if case not 
 
 
 @pytest.mark.parametrize("name, world_size, accumulate", FEW + LONG)
-def test_an_unusual_correct_engine_matches(ranks, tmp_path, name, world_size, accumulate):
-    assert found(ranks, tmp_path, name, CORRECT[name], world_size, accumulate) < proof.TOLERANCE / 10
+def test_an_unusual_correct_engine_matches(tmp_path, name, world_size, accumulate):
+    assert found(tmp_path, name, CORRECT[name], world_size, accumulate) < proof.TOLERANCE / 10

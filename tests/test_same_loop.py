@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import Blocks, own_batch, seeded
+from helpers import Blocks, own_batch, run_on_ranks, seeded
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -52,12 +52,12 @@ def labels_of_a_step(stage: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def test_the_steps_have_the_same_numbers_and_names_in_every_stage(ranks):
+def test_the_steps_have_the_same_numbers_and_names_in_every_stage():
     """Seen from outside, as a profile shows them: 0 to 5. What moves inside another step is what a stage is about."""
     inside = {"zero1": set(), "zero2": {("3", "2")}, "zero3": {("3", "2"), ("5", "1"), ("5", "2")}}
     labels = {}
     for stage in CHAPTERS:
-        (found,) = ranks(1).run(labels_of_a_step, stage=stage)
+        (found,) = run_on_ranks(1, labels_of_a_step, stage=stage)
         number = {label: re.fullmatch(r"step (\d) .+", label)[1] for label, _ in found}
         labels[stage] = sorted(number)
         assert {(number[label], number[around]) for label, around in found if around} == inside[stage], found

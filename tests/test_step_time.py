@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_on_ranks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,10 +237,10 @@ def test_on_a_gpu_the_tables_have_mfu_and_what_is_reserved(mfu, said):
 DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then a longer one
 
 
-def test_a_slow_rank_makes_the_others_wait_in_every_engine(ranks):
+def test_a_slow_rank_makes_the_others_wait_in_every_engine():
     """And all ranks take as long as the slow one: step times do not show which one is slow."""
     for delay in DELAYS:
-        first, second = ranks(2).run(a_slow_rank, delay=delay)
+        first, second = run_on_ranks(2, a_slow_rank, delay=delay)
         assert first == second  # both ranks have the whole picture
         found = [points_at_the_slow_rank(engine, found, 1e3 * delay) for engine, found in first.items()]
         if not any(found):
@@ -268,24 +269,24 @@ def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
     return "" if right else f"{engine}: {found}"
 
 
-def test_clocks_of_two_machines_are_compared_over_barriers(ranks):
-    first, (offset, unsure) = ranks(2).run(offsets, ahead=5.0)
+def test_clocks_of_two_machines_are_compared_over_barriers():
+    first, (offset, unsure) = run_on_ranks(2, offsets, ahead=5.0)
     assert first == (0.0, 0.0) and 0 < unsure < 1 and abs(offset - 5.0) <= unsure
-    assert ranks(2).run(step_time.clock_offset) == [(0.0, 0.0)] * 2
+    assert run_on_ranks(2, step_time.clock_offset) == [(0.0, 0.0)] * 2
 
 
-def test_waiting_is_right_when_the_clocks_differ(ranks):
+def test_waiting_is_right_when_the_clocks_differ():
     """The clock of the slow rank is behind: taken as it is, that rank would never be the last to come."""
     for delay in DELAYS:
-        fast, slow = ranks(2).run(shifted_clocks, ahead=-100.0, delay=delay)[0]["ranks"]
+        fast, slow = run_on_ranks(2, shifted_clocks, ahead=-100.0, delay=delay)[0]["ranks"]
         if fast["waiting_ms"] > 0.6e3 * delay and fast["waiting_ms"] > slow["waiting_ms"]:
             return
     raise AssertionError((fast, slow))
 
 
-def test_micro_batches_and_recomputation_change_bytes_and_not_losses(ranks):
+def test_micro_batches_and_recomputation_change_bytes_and_not_losses():
     sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
-    for engine, (plain, parts, recomputed) in ranks(2).run(trained_in_parts)[0].items():
+    for engine, (plain, parts, recomputed) in run_on_ranks(2, trained_in_parts)[0].items():
         assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
         assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
         assert recomputed["losses"] == plain["losses"] and recomputed["sent_bytes"] == plain["sent_bytes"]
@@ -300,9 +301,9 @@ def test_a_batch_is_micro_batches_times_their_number(typed, batch, accumulate):
     assert (options.batch, options.accumulate) == (batch, accumulate)
 
 
-def test_out_of_memory_says_where_and_what_for(ranks):
+def test_out_of_memory_says_where_and_what_for():
     """On one rank of the referee, and an operation, or a storage that grows, that finds no memory."""
-    ((forward, gather, between),) = ranks(1).run(out_of_memory)
+    ((forward, gather, between),) = run_on_ranks(1, out_of_memory)
     assert "out of memory in training step 2 of zero3, in step 1 forward, unit 'blocks.1'" in forward
     assert "of zero3, in step 5 gather parameters inside step 1 forward, unit 'blocks.0'" in gather
     for text in (forward, gather):

@@ -2,6 +2,8 @@
 
 import re
 
+from helpers import run_on_ranks
+
 # What is shown of a step with three units. It is the sequence at the top of zero3.py.
 FORWARD = [
     "gather root, 0 | compute root",
@@ -50,8 +52,8 @@ def traced(prefetch: int) -> dict:
     return {"lines": lines, "sent": traffic.sent_bytes, "peak": memory.peak, "patched": patched}
 
 
-def test_the_trace_is_the_chapters_sequence(ranks):
-    for found in ranks(2).run(traced, prefetch=1):
+def test_the_trace_is_the_chapters_sequence():
+    for found in run_on_ranks(2, traced, prefetch=1):
         lines = [line.replace("blocks.", "") for line in found["lines"]]
         texts = [re.split(r"   +\d", line)[0].strip() for line in lines if not line.startswith("  holds")]
         first, second, third = (
@@ -70,8 +72,8 @@ def test_the_trace_is_the_chapters_sequence(ranks):
         assert not found["patched"]
 
 
-def test_without_prefetching_each_unit_is_gathered_right_before_it_computes(ranks):
-    for found in ranks(2).run(traced, prefetch=0):
+def test_without_prefetching_each_unit_is_gathered_right_before_it_computes():
+    for found in run_on_ranks(2, traced, prefetch=0):
         lines = [re.split(r"   +\d", line)[0].strip().replace("blocks.", "") for line in found["lines"]]
         expected = ["gather 2 | compute 2 | free 2, reduce 2", "gather 1 | compute 1 | free 1, reduce 1"]
         assert [line for line in lines if line in expected] == expected, lines

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from helpers import run_on_ranks
 from torch.distributed import _functional_collectives as functional
 
 from zerolab.measure.traffic import TrafficLedger
@@ -23,8 +24,8 @@ def ring_all_gather() -> tuple[dict, int]:
     return dict(traffic.count), traffic.sent_bytes
 
 
-def test_a_ring_of_sends_is_counted(ranks):
-    assert ranks(3).run(ring_all_gather) == [({"send": 2, "receive": 2}, 2 * PART)] * 3
+def test_a_ring_of_sends_is_counted():
+    assert run_on_ranks(3, ring_all_gather) == [({"send": 2, "receive": 2}, 2 * PART)] * 3
 
 
 def every_kind() -> dict[str, float]:
@@ -61,10 +62,10 @@ def every_kind() -> dict[str, float]:
     return sent
 
 
-def test_every_kind_is_counted(ranks):
+def test_every_kind_is_counted():
     n = 3
     whole, others = n * PART, (n - 1) * PART  # of a buffer of n parts all but one
-    for rank, sent in enumerate(ranks(n).run(every_kind)):
+    for rank, sent in enumerate(run_on_ranks(n, every_kind)):
         assert sent == {
             "reduce": others,
             "gather to 1": 0 if rank == 1 else PART,

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_disturbed
+from helpers import run_on_ranks
 
 from zerolab.run import commands, folder_lock, journal, ranks, train
 from zerolab.run.data import Batches, load_text, split
@@ -78,9 +79,11 @@ def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type
     return journal.read(folder)
 
 
-def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, ranks, tmp_path):
+def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, tmp_path):
     folder, first, damaged, second = stories
-    expected = ranks(2).run(in_the_pool, options=OPTIONS, folder=tmp_path / "quiet", model=train_disturbed.Dropping)[0]
+    expected = run_on_ranks(2, in_the_pool, options=OPTIONS, folder=tmp_path / "quiet", model=train_disturbed.Dropping)[
+        0
+    ]
     steps = journal.read(folder)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))  # none twice, none lost
     for line, other in zip(steps, expected, strict=True):
@@ -94,12 +97,12 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, ran
     assert f"Done after step {STEPS} of {STEPS}" in second.stdout and "the model writes" in second.stdout
 
 
-def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(ranks, tmp_path):
+def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path):
     options = ["--preset", "toy", "--steps", "12", "--global-batch", "7", "--save-every", "4"]
-    whole = ranks(2).run(in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
-    ranks(2).run(in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=7)
+    whole = run_on_ranks(2, in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
+    run_on_ranks(2, in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=7)
     shutil.rmtree(tmp_path / "parts" / "000002")
-    parts = ranks(3).run(in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")[0]
+    parts = run_on_ranks(3, in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")[0]
     assert [line["ranks"] for line in parts] == [2] * 4 + [3] * 8
     for line, other in zip(parts, whole, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
@@ -108,7 +111,7 @@ def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(r
     for file in (tmp_path / "parts").glob("[0-9]*/*.distcp"):
         file.write_bytes(b"")
     with pytest.raises(AssertionError, match="no checkpoint in .* is good"):
-        ranks(3).run(in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")
+        run_on_ranks(3, in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")
 
 
 def test_a_folder_in_use_a_full_one_and_one_of_another_model_are_refused(tmp_path, monkeypatch):

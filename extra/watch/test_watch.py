@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_on_ranks
 from typed_commands import typed
 
 from extra.watch import chromium, lines, page
@@ -52,7 +53,7 @@ def museum_runs(number: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def recordings(ranks) -> dict[str, dict]:
     """Every engine, a small model, two ranks."""
-    seen = ranks(2).run(recorded, names=list(TITLES))
+    seen = run_on_ranks(2, recorded, names=list(TITLES))
     found = [merge(list(of_ranks), name, TITLES[name], {}) for name, of_ranks in zip(TITLES, zip(*seen))]
     return {recording["run"]: recording for recording in json.loads(json.dumps(found))}  # as they come out of a page
 
@@ -247,9 +248,9 @@ UPDATED = {4: [2, 2], 21: [2, 0], 26: [0, 1]}
 
 
 @pytest.mark.parametrize("number", UPDATED)
-def test_a_bug_is_recorded_beside_the_right_engine(ranks, number):
+def test_a_bug_is_recorded_beside_the_right_engine(number):
     """Three kinds of bugs: one sends something else, one stops, and in one the ranks do not skip a step together."""
-    right, wrong = zip(*ranks(2).run(museum_runs, number=number))
+    right, wrong = zip(*run_on_ranks(2, museum_runs, number=number))
     assert [sum(seen["updated"] is not None for seen in each) for each in (right, wrong)] == UPDATED[number]
     for mine, theirs in zip(right, wrong):
         assert len(mine["collectives"]) != len(theirs["collectives"])
