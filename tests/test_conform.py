@@ -128,6 +128,7 @@ def test_outcomes_are_told_apart_and_the_other_engines_go_on(tmp_path):
     assert "TypeError: not today" in run.stdout and "1e-12 is allowed" in run.stdout
 
 
+@pytest.mark.long
 def test_correct_and_refusing_engines_end_with_status_0(tmp_path):
     """The table has a line for each test, and the reason where one does not apply."""
     names = [*files(tmp_path, "refuses"), tmp_path / "correct.py", "zero2.py"]

@@ -168,6 +168,7 @@ def code(containing: str, page: str = "README.md") -> str:
     return block.partition("\n")[2].removesuffix("```")
 
 
+@pytest.mark.long
 def test_a_chapters_step_is_traced():
     result = started.launch("zero1", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -186,6 +187,7 @@ def losses(script: Path, text: str, number: int) -> dict[int, float]:
     return {int(rank): float(loss) for rank, loss in found}
 
 
+@pytest.mark.long
 def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
     script = code("checkpoint.complete", "docs/using-an-engine.md").replace('"runs/mine"', repr(str(tmp_path / "mine")))
     (tmp_path / "my_train.py").write_text(script.replace("range(first, 300)", "range(first, 200)"))

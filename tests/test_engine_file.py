@@ -52,6 +52,7 @@ def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     assert "DOES NOT MATCH: no_gather does not compute" in run.stdout
 
 
+@pytest.mark.long
 def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(engine_file):
     dies = engine_file("dies.py", LISTING.replace(STEP, STEP + DIES))
     _, rank = started.on_ranks(["fsdp2_compare.py", *OPTIONS, "ddp", "--engine-file", str(dies)], 2)

@@ -173,9 +173,9 @@ def test_every_exercise_has_a_solution_here():
     "name",
     [
         "zero1_2psi",
-        pytest.param("zero1", marks=pytest.mark.long),
-        pytest.param("zero2", marks=pytest.mark.long),
-        pytest.param("zero3", marks=pytest.mark.long),
+        pytest.param("zero1", marks=pytest.mark.thorough),
+        pytest.param("zero2", marks=pytest.mark.thorough),
+        pytest.param("zero3", marks=pytest.mark.thorough),
     ],
 )
 def test_a_solution_passes_every_check(tmp_path, capsys, name):
@@ -222,20 +222,20 @@ def test_a_mistake_is_found(tmp_path, capsys, name, student):
     check_mistake(tmp_path, capsys, name, student)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, student", [each for each in all_students(wrong=False) if each not in QUICK])
 def test_solutions_of_another_design_pass(tmp_path, capsys, name, student):
     """At their own blanks, and as a part of the whole file."""
     check_other_design(tmp_path, capsys, name, student)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, student", [each for each in all_students(wrong=True) if each not in SAMPLE])
 def test_mistakes_are_found_at_their_own_blank(tmp_path, capsys, name, student):
     check_mistake(tmp_path, capsys, name, student)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_blanks_are_judged_one_by_one(tmp_path, capsys, name):
     """A blank that is written passes while another one is still to write, and a function of a third one is deleted."""
@@ -257,7 +257,8 @@ def task_files(pattern: str) -> list:
     for name in TASKS:
         for file in sorted((SOLUTIONS / name).glob(pattern)):
             quick = file.stem in ("right", "wrong_any_other_is_infinity", "wrong_adds_in_flight")
-            found.append(pytest.param(name, file, id=f"{name}-{file.stem}", marks=[] if quick else pytest.mark.long))
+            marks = [] if quick else [pytest.mark.thorough]
+            found.append(pytest.param(name, file, id=f"{name}-{file.stem}", marks=marks))
     return found
 
 
@@ -308,7 +309,7 @@ def two_psi(reduce: str) -> str:
     return written(student_file("zero1_2psi", "Solution"), {"ZeRO1.start_reduce": reduce})
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch):
     """Correct, wrong on one rank, endless, not begun, no Python: each has its line, its points and its reason."""
     skips = "def start_reduce(self, bucket):\n    if dist.get_rank():\n        return dist.all_reduce(bucket.gradient)"

@@ -129,7 +129,7 @@ def wrapped_by_size() -> dict:
 
 
 # ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
-@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
+@pytest.mark.parametrize("stage, sent", (pytest.param("zero1", "3.000", marks=pytest.mark.long), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
     # Two micro-batches change nothing in what ZeRO-1 sends.
@@ -245,6 +245,7 @@ sys.exit(launch.start([sys.executable, *sys.argv[1:]]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number, status",
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
@@ -294,6 +295,7 @@ process_group.run(main)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage, world_size, fate, status",
     (
@@ -345,6 +347,7 @@ def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
     return stepped, met
 
 
+@pytest.mark.long
 def test_rank_0_alone_may_take_longer_than_a_collective():
     """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
     (stepped, met), (nothing, waited) = run_on_ranks(2, collectives_of_work_alone, port=started.free_port())
@@ -352,6 +355,7 @@ def test_rank_0_alone_may_take_longer_than_a_collective():
     assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
 
 
+@pytest.mark.long
 def test_two_machines_on_loopback():
     """The lines of docs/machines.md, an agent of torchrun each, and a port that is free here."""
     port = started.free_port()

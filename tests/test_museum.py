@@ -21,8 +21,8 @@ QUICK = [1, 20]  # an exhibit of values and one of memory
 HANGING = [number for number in ALL if "timeout" in EXHIBITS[number].differs]
 
 
-def long(numbers, but=()):
-    return [number if number in but else pytest.param(number, marks=pytest.mark.long) for number in numbers]
+def thorough(numbers, but=()):
+    return [number if number in but else pytest.param(number, marks=pytest.mark.thorough) for number in numbers]
 
 
 # The symptom.
@@ -41,7 +41,7 @@ def visits(number):
     return of_correct[key], visit(exhibit, exhibit.build, dist.get_rank())
 
 
-@pytest.mark.parametrize("number", long([each for each in ALL if each not in HANGING], but=QUICK))
+@pytest.mark.parametrize("number", thorough([each for each in ALL if each not in HANGING], but=QUICK))
 def test_the_symptom_is_what_differs_from_the_correct_stage(number):
     """Exactly the named lines of the report differ."""
     correct, wrong = zip(*run_on_ranks(2, visits, number=number))
@@ -54,7 +54,7 @@ def test_the_symptom_is_what_differs_from_the_correct_stage(number):
         assert slip not in errors, "a slip in the exhibit, and not its mistake"
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", HANGING)
 def test_an_exhibit_that_hangs_ends_by_itself(number):
     """The command prints the error of each rank, and what the correct stage showed."""
@@ -110,7 +110,7 @@ def cases(test):
     return size, [dict(zip(names, chosen)) for chosen in itertools.product(*values)]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", ALL)
 def test_the_test_that_it_names_fails_with_it(number):
     """One of the test's cases, which passes with the correct stage."""

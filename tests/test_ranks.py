@@ -64,6 +64,7 @@ def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
     assert found["second"][1] == {"status": "died", "error": said}
 
 
+@pytest.mark.long
 def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
     """Also those that do not hear the signal by which torchrun ends them: they are killed, as it would wait long."""
     monkeypatch.setattr(ranks, "ENDING", 1)
@@ -78,6 +79,7 @@ def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
     assert all_end(pids)
 
 
+@pytest.mark.long
 def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start, tmp_path):
     there = start("")
     (tmp_path / "ranks.py").write_text("nonsense\n")
@@ -95,6 +97,7 @@ with ranks.Ranks([{file!r}], 2, 100) as there:
 """
 
 
+@pytest.mark.long
 def test_they_end_with_the_process_that_has_started_them(tmp_path):
     """Even though they are in their own sessions: after kill -9, which no process can handle."""
     (tmp_path / "ranks.py").write_text(HEAD + "time.sleep(600)\n")

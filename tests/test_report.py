@@ -96,6 +96,7 @@ time.sleep(999)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by, status", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_stopping_it_loses_one_command(tmp_path, by, status):
     """Whatever is there is complete, and no process is left."""

@@ -79,6 +79,7 @@ def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type
     return journal.read(folder)
 
 
+@pytest.mark.long
 def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, tmp_path):
     folder, first, damaged, second = stories
     expected = run_on_ranks(2, in_the_pool, options=OPTIONS, folder=tmp_path / "quiet", model=train_disturbed.Dropping)[
@@ -97,6 +98,7 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, tmp
     assert f"Done after step {STEPS} of {STEPS}" in second.stdout and "the model writes" in second.stdout
 
 
+@pytest.mark.long
 def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path):
     options = ["--preset", "toy", "--steps", "12", "--global-batch", "7", "--save-every", "4"]
     whole = run_on_ranks(2, in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
