@@ -26,6 +26,7 @@ def test_ratios_are_of_steps_of_one_round():
     assert lines[2].split()[:4] == ["zero3", "30.0", "10.0", "45.0"]
 
 
+@pytest.mark.long
 def test_engines_are_measured_beside_each_other(tmp_path):
     names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
     words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]

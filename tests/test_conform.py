@@ -118,6 +118,7 @@ def files(tmp_path, *names):
     return [tmp_path / f"{name}.py" for name in names]
 
 
+@pytest.mark.long
 def test_outcomes_are_told_apart_and_the_other_engines_go_on(tmp_path):
     """Each wrong engine is found by one test of values; the exit status is 1."""
     run, found = conform(tmp_path, *files(tmp_path, *OTHERS), "--only", "trains_as_one_process and Blocks")

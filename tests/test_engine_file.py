@@ -33,6 +33,7 @@ def engine_file(tmp_path):
     return write
 
 
+@pytest.mark.long
 def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     gather = "        dist.all_gather_single(self.weights, self.shard)\n"
     assert gather in LISTING

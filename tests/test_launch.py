@@ -83,6 +83,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_trains(monkeyp
         referee.arguments(["--preset", "toy"])
 
 
+@pytest.mark.long
 def test_what_cannot_be_written_is_named_below_the_results():
     (result,) = started.on_ranks(["fsdp2_compare.py", *SMALL, "--json", "/dev/full"], 1)
     assert result.returncode == 2 and "diff to ddp" in result.stdout and "written" not in result.stdout
@@ -129,6 +130,7 @@ def wrapped_by_size() -> dict:
 
 
 # ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
+@pytest.mark.long
 @pytest.mark.parametrize("stage, sent", (pytest.param("zero1", "3.000", marks=pytest.mark.long), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"

@@ -24,12 +24,6 @@ from zerolab.teach import anywhere, by_hand, notebook, practice, quiz, watch_pag
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-QUICK = "02_collectives_by_hand"
-each_executed = pytest.mark.parametrize(
-    "file",
-    [file if file.stem == QUICK else pytest.param(file, marks=pytest.mark.long) for file in FILES],
-    ids=lambda file: file.stem,
-)
 
 
 def cells_of(file: Path, kind: str) -> list[dict]:
@@ -106,7 +100,8 @@ def executed(request):
         return dict(zip(asked, pool.map(execute, asked)))
 
 
-@each_executed
+@pytest.mark.long
+@each
 def test_it_runs_to_the_end(file, executed):
     result = executed[file]
     if isinstance(result, Exception):

@@ -1,6 +1,7 @@
 """Where the time of a step goes: by hand, and on real ranks of which one is slow."""
 
 import itertools
+import os
 import time
 import types
 from unittest import mock
@@ -74,7 +75,7 @@ def shifted_clocks(ahead: float, delay: float) -> dict:
 
 
 def trained(name: str, *options: str) -> dict:
-    options = referee.arguments(["--preset", "toy", "--steps", "3", "--batch", "4", *options])
+    options = referee.arguments(["--preset", "toy", "--steps", "3", "--batch", "4", "--json", os.devnull, *options])
     me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     text = torch.arange(5000).remainder(251).to(torch.uint8)
     return referee.Referee(options, text, me).train(name)

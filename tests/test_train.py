@@ -1,13 +1,9 @@
-"""A run that comes back: ranks are killed and hang, somebody asks it to leave, a file is damaged.
-
-Its story runs beside the other tests, as it waits most of the time. A test looks at what it has left.
-"""
+"""`train`: a run resumes after ranks were killed or hung, after a request to stop, and after a file was damaged."""
 
 import random
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +21,6 @@ from zerolab.run.process_group import Rank
 
 STEPS = 40
 OPTIONS = f"zero3 --preset toy --steps {STEPS} --save-every 5 --global-batch 6".split()
-pytestmark = pytest.mark.usefixtures("begun")
 
 
 def disturbed(folder: Path, **trouble: int) -> subprocess.CompletedProcess:
@@ -56,18 +51,6 @@ def story(folder: Path) -> tuple:
     return folder / "run", first, newest, disturbed(folder, hang_in_save=STEPS)
 
 
-@pytest.fixture(scope="session")
-def begun(tmp_path_factory):
-
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(story, tmp_path_factory.mktemp("story"))
-
-
-@pytest.fixture(scope="session")
-def stories(begun):
-    return begun.result()
-
-
 def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type = train.GPT) -> list[dict]:
     """On ranks of the pool, of which no torchrun knows: the journal's lines. The run is asked to leave at a step."""
     options = commands.train([*options, "--folder", str(folder)])
@@ -80,8 +63,8 @@ def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type
 
 
 @pytest.mark.long
-def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(stories, tmp_path):
-    folder, first, damaged, second = stories
+def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
+    folder, first, damaged, second = story(tmp_path)
     expected = run_on_ranks(2, in_the_pool, options=OPTIONS, folder=tmp_path / "quiet", model=train_disturbed.Dropping)[
         0
     ]

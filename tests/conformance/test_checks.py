@@ -319,7 +319,6 @@ def test_a_model_that_moves_after_the_build_is_refused(engine, move):
 READS = {
     "a value": lambda model: model.head.weight + 1,
     "an item": lambda model: model.blocks[0].scale.item(),
-    "print": lambda model: repr(model.head.weight),
     "data": lambda model: model.head.weight.data,
     "numpy": lambda model: model.head.weight.detach().numpy(),
     "write": lambda model: model.head.weight.data.clamp_(-1, 1),
@@ -346,6 +345,14 @@ def test_a_freed_weight_that_is_read_is_refused(engine, read):
 class Reentrant(Blocks):
     def call(self, block, x):
         return checkpoint(block, x, use_reentrant=True)
+
+
+@pytest.mark.stages("zero3")
+def test_a_freed_weight_is_printed_by_its_name(engine):
+    """In a debugger, or in the message of an error: its values are not here."""
+    model = seeded(Blocks)
+    trained = engine(model, MOMENTUM(model.parameters()))
+    assert repr(trained.model.blocks[0].down) == "FreedParameter('blocks.0.down', shape=(5, 7))"
 
 
 @pytest.mark.stages("zero1", "zero2")
