@@ -50,13 +50,13 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     "stage, own, ranks",
     [
         ("zero1", {"bucket_mb": 25}, 2),
-        ("zero2", {"bucket_mb": 0}, 100),
         ("zero2", {"bucket_mb": 1}, 100),
-        ("zero2", {"bucket_mb": 25}, 100),
-        ("zero2", {"bucket_mb": 1}, 2),
-        ("zero3", {"prefetch": 0}, 100),
         ("zero3", {"prefetch": 1}, 100),
-        ("zero3", {"prefetch": 3}, 100),
+        thorough("zero2", {"bucket_mb": 0}, 100),
+        thorough("zero2", {"bucket_mb": 25}, 100),
+        thorough("zero2", {"bucket_mb": 1}, 2),
+        thorough("zero3", {"prefetch": 0}, 100),
+        thorough("zero3", {"prefetch": 3}, 100),
     ],
     ids=str,
 )
@@ -86,6 +86,7 @@ def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, more",
     (
@@ -106,7 +107,7 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
 @pytest.mark.parametrize(
     "name, preset, more",
     [
-        ("ddp", "tiny", []),
+        pytest.param("ddp", "tiny", [], marks=pytest.mark.long),
         thorough("ddp", "tiny", ["--dtype", "bf16"]),
         thorough("ddp", "tiny", ["--checkpoint-activations"]),
         *(pytest.param(stage, "toy", [], marks=pytest.mark.long) for stage in CHAPTERS),
@@ -139,7 +140,9 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
 
 
 # How often Ψ (N-1)/N elements are sent in a step.
-@pytest.mark.parametrize("name, sent", [("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp2_no_reshard", 2)])
+@pytest.mark.parametrize(
+    "name, sent", [("zero1", 3), thorough("ddp", 2), thorough("zero2", 2), thorough("fsdp2_no_reshard", 2)]
+)
 def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
     """bfloat16 halves the bytes of a gather, and sends as many elements."""
     low = dry(name, "--preset", "toy", "4", "--dtype", "bf16")

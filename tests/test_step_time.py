@@ -238,6 +238,7 @@ def test_on_a_gpu_the_tables_have_mfu_and_what_is_reserved(mfu, said):
 DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then a longer one
 
 
+@pytest.mark.long
 def test_a_slow_rank_makes_the_others_wait_in_every_engine():
     """And all ranks take as long as the slow one: step times do not show which one is slow."""
     for delay in DELAYS:
@@ -285,6 +286,7 @@ def test_waiting_is_right_when_the_clocks_differ():
     raise AssertionError((fast, slow))
 
 
+@pytest.mark.long
 def test_micro_batches_and_recomputation_change_bytes_and_not_losses():
     sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
     for engine, (plain, parts, recomputed) in run_on_ranks(2, trained_in_parts)[0].items():
