@@ -26,7 +26,7 @@ from zerolab.teach.articles.claim import (
 
 ROWS = json.loads((ROOT / "results" / "articles.json").read_text())
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
-SLOW = {  # dry runs of 7B, and of 70B's forward
+SLOW = {  # dry runs of large models
     "ddp_needs_112_gb",
     "stages_need_63_38_and_14_gb",
     "zero3_needs_8_times_less",
@@ -36,11 +36,14 @@ SLOW = {  # dry runs of 7B, and of 70B's forward
     "zero3_fits_an_a100_with_40_gb",
     "optimizer_state_is_the_largest_part",
     "activations_of_70b_are_30_to_50_gb",
+    "activations_of_7b_are_4_gb",
+    "activations_grow_with_batch_sequence_and_width",
+    "real_memory_is_above_the_ideal",
 }
 
 
 def cases() -> list:
-    """The claims; the slow ones only run with --thorough."""
+    """The claims; the slow ones run only with `-m thorough`."""
     found = []
     for one in articles.CLAIMS:
         marks = [pytest.mark.thorough] if one.name in SLOW else []
