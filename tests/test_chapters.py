@@ -1000,9 +1000,8 @@ def empty_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "chapter", ["zero3", pytest.param("zero1", marks=pytest.mark.long), pytest.param("zero2", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("chapter", ["zero1", "zero2", "zero3"])
 def test_a_chapter_runs_by_torchrun_in_an_empty_folder(chapter, empty_folder):
     """It needs only torch and earlier chapters, learns, prints what each rank holds, and ends without a warning."""
     before = cpu_seconds()

@@ -124,6 +124,7 @@ def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, pr
     assert fake == real
 
 
+@pytest.mark.long
 def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     file = tmp_path / "memory.json"
     monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "4", "--json", str(file)])
