@@ -51,7 +51,7 @@ def museum_runs(number: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def recordings(ranks) -> dict[str, dict]:
+def recordings() -> dict[str, dict]:
     """Every engine, a small model, two ranks."""
     seen = run_on_ranks(2, recorded, names=list(TITLES))
     found = [merge(list(of_ranks), name, TITLES[name], {}) for name, of_ranks in zip(TITLES, zip(*seen))]
