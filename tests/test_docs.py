@@ -132,9 +132,8 @@ def commands(page: str) -> list[list[str]]:
 
 
 def offered() -> set[str]:
-    """The commands that `./launch.sh help` lists: one line each, 16 at most, and the extras in a last line."""
+    """The commands that `./launch.sh help` lists, one line each."""
     _, said, _ = typed("help")
-    assert len(re.findall(r"^\./launch", said, re.MULTILINE)) <= 16
     assert max(map(len, said.splitlines())) <= 100
     listed = re.findall(r"\./launch\.sh (\S+)", said)
     return {name for name in "|".join(listed).split("|") if re.fullmatch(r"[a-z]\w*", name)}

@@ -29,7 +29,7 @@ MISTAKES = [
     ("compare --dtpye bf16", "did you mean --dtype?"),
     ("bench --host --engines ddp", "--engines does nothing beside --host"),
     ("bench --ratios README.md --json x", "--json does nothing beside --ratios"),
-    ("memory 64 --up-to 4", "--up-to 4 has ranks of its own"),
+    ("memory 64 --up-to 4", "--up-to 4 chooses the numbers of ranks"),
     ("compare --slow-rank 1:0.1 --timed-steps 0", "--timed-steps 0 leaves none"),
     ("docs --check --out x", "--out does nothing beside --check"),
     ("plan --sweep prefetch --out /proc/z", "--out '/proc/z' must be a folder for the figures: "),

@@ -1,4 +1,4 @@
-"""What the referee prints: the headline, the verdict, and the tables of its results."""
+"""The output of the referee: the headline, the verdict, and the tables of its results."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What every command's line has in common: how it is read, and that a mistake, or Ctrl-C, ends it in one line."""
+"""Common to all commands: reading options, and ending with one line after a mistake or Ctrl-C."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ def did_you_mean(given: str, known) -> str:
 class Parser(argparse.ArgumentParser):
     """Reads a command's options. A mistake ends the command with one line and exit status 2, as all others do.
 
-    `words` are the command and what stands behind it: "compare [N]".
+    `words` are the command and its positional arguments: "compare [N]".
     """
 
     def __init__(self, words: str, **more):

@@ -204,7 +204,7 @@ def check_batch(parser: Parser, options: argparse.Namespace) -> None:
 def check_writable(option: str, path: str | None) -> None:
     """Raise ValueError for a file that cannot be written, before the work that it is for.
 
-    The file is opened, because permissions do not tell all, and left as it was. One process asks, and not every rank.
+    The file is opened, because permissions are not the only reason, and left unchanged. Ranks do not ask again.
     """
     if path is None or "RANK" in os.environ:
         return
@@ -406,7 +406,7 @@ def bench(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def memory(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("memory [N]", description="What one rank of N holds, sends and needs, by a dry run.")
+    parser = Parser("memory [N]", description="The memory and traffic of one rank of N, by a dry run.")
     parser.add_argument("ranks", metavar="N", nargs="?", type=int, help="ranks, 1 to 1,000,000 (default 8)")
     parser.add_argument(
         "--up-to", type=positive_int, metavar="N", help="in place of N: 1, 2, 4, ... up to so many ranks, peaks only"
@@ -430,7 +430,7 @@ def memory(argv: list[str] | None = None) -> argparse.Namespace:
     check_seq(parser, options)
     check_batch(parser, options)
     if options.up_to and options.ranks:
-        parser.error(f"--up-to {options.up_to} has ranks of its own: leave out the {options.ranks} before it")
+        parser.error(f"--up-to {options.up_to} chooses the numbers of ranks: leave out the {options.ranks} before it")
     if options.ranks is None:
         options.ranks = 8
     if not 1 <= options.ranks <= 10**6:
@@ -531,7 +531,7 @@ def bug(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("report [FOLDER]", description="What this machine shows, on one page, within some minutes.")
+    parser = Parser("report [FOLDER]", description="Measures this machine within a few minutes, and writes one page.")
     folder = time.strftime("report-%Y%m%d-%H%M%S")
     parser.add_argument("folder", nargs="?", type=Path, default=folder, help="a new folder (default: report-DATE-TIME)")
     parser.add_argument("--minutes", type=non_negative_float, default=10, help="for all (default 10)")
@@ -569,7 +569,7 @@ def conform(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def watch(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, as a page for a browser.")
+    parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, and writes a page for a browser.")
     parser.add_argument("engine", nargs="?", help="the engine to open with (default zero3; a wrong name lists all)")
     parser.add_argument("ranks", nargs="?", help="2 to 16 (default: one per GPU, without GPUs 2)")
     add_engines(parser)

@@ -1,4 +1,4 @@
-"""What the three stages are compared with: torch's own engines as users build them, and variants of the chapters."""
+"""The engines that the stages are compared with: PyTorch's, built as users build them, and variants of the chapters."""
 
 import inspect
 
@@ -24,8 +24,8 @@ from zerolab.run.micro_batches import Looped
 class MixedModule(nn.Module):
     """Plain PyTorch's way to compute in a low precision with float32 weights: a cast that autograd knows.
 
-    Weights are cast once per forward; their gradients arrive in float32, which is what DDP then reduces. What
-    one process and DDP have instead of FSDP2's policy, and with the same numbers.
+    Weights are cast once per forward. Their gradients arrive in float32, and DDP reduces these. One process and DDP
+    use it in place of FSDP2's policy, with the same numbers.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -206,7 +206,7 @@ def _fsdp1(model: nn.Module, optimizer, device: torch.device, dtype, wrap, **opt
 def _large(model: nn.Module):
     """The article's policy, but for modules that share a weight: those stay with the model around them.
 
-    Wrapped by themselves, embedding and head would each get a flat parameter of its own, and their one weight would
+    Wrapped by themselves, embedding and head would each get a separate flat parameter, and their one weight would
     become two, which learn different things. With `use_orig_params` FSDP1 stops with an error instead.
     """
     owners = {}
@@ -224,7 +224,7 @@ def _large(model: nn.Module):
 
 
 class ReduceScatter:
-    """Step 3 of ZeRO-1 as a reduce-scatter, as the paper has it. A rank sends 2Ψ, where the chapter sends 3Ψ.
+    """Step 3 of ZeRO-1 by the reduce-scatter of the paper. A rank sends 2Ψ, where the chapter sends 3Ψ.
 
     A reduce-scatter writes to its own shard, so `shard.grad` is no view of the bucket's gradient buffer here: each rank
     holds 4Ψ/N bytes more.

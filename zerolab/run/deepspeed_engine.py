@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 1, 2 and 3 as one uses them, if DeepSpeed is installed (`pip install .[peers]`).
 
 Its step is torch's loop: `loss.backward()` and `engine.step()`, of which the latter is also the end of gradient
-accumulation (`managed_gradient_accumulation: false`). Where what it keeps lies, `held_tensors` says.
+accumulation (`managed_gradient_accumulation: false`). `held_tensors` finds what it keeps.
 """
 
 import contextlib
@@ -106,9 +106,9 @@ class DeepSpeedStep(Looped):
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
     def held_tensors(self) -> dict[str, list]:
-        """{"parameters", "gradients", "optimizer"}: what lies where, nested, by the names that DeepSpeed 0.19 gives it.
+        """{"parameters", "gradients", "optimizer"}: nested lists of tensors, by the names of DeepSpeed 0.19.
 
-        Its stages keep the partition that the optimizer updates beside the model's weights, in float32 too: a copy.
+        The partition that the optimizer updates is a copy of the model's weights, also in float32.
         """
         zero, params = self.engine.optimizer, list(self.model.parameters())
         partitions = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -90,7 +90,7 @@ def _check_signature(build, path: Path) -> None:
 
 def _load(path: Path) -> dict:
     """The names that the file defines. Raises ValueError if it cannot be run."""
-    sys.path.append(str(path.parent.resolve()))  # for what lies beside it
+    sys.path.append(str(path.parent.resolve()))  # for modules in the same folder
     try:
         return runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
@@ -98,7 +98,7 @@ def _load(path: Path) -> dict:
 
 
 class NoEngine(RuntimeError):
-    """What a file's `build` has returned is no engine."""
+    """A file's `build` returned something that is not an engine."""
 
 
 def _built(build, model, optimizer, device) -> "_OfAFile":

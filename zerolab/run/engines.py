@@ -256,7 +256,7 @@ _ENTRIES = [
         line=":",
         mark=">",
     ),
-    # DeepSpeed's default for its first stage, `use_multi_rank_bucket_allreduce`, is said to all-reduce.
+    # By its documentation DeepSpeed's first stage all-reduces by default (`use_multi_rank_bucket_allreduce`).
     Engine(
         "deepspeed1",
         "DeepSpeed, stage 1",

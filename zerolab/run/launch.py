@@ -26,29 +26,33 @@ Learn
 ./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
 ./launch.sh articles [options]          the claims of five articles: which hold, and why not
 ./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
-./launch.sh exercise NAME [--hints 1]   exercises/NAME.py with blanks, or a task
-./launch.sh check NAME [N] [--hint]     of an exercise, step by step: passed, or expected and found
-./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: one (--hint, --answer), or the list
+./launch.sh exercise NAME [--hints 1]   writes exercises/NAME.py with blanks, or a task
+./launch.sh check NAME [N] [--hint]     checks an exercise step by step
+./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: the list, or one (--hint, --answer)
 
 Run and measure
 ./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
-./launch.sh train STAGE [N] [options]   a training run that goes on after a rank dies or hangs
-./launch.sh memory [N] [options]        what each engine holds, needs, sends at 7B; needs no GPU
+./launch.sh train STAGE [N] [options]   a training run that resumes after a rank dies or hangs
+./launch.sh memory [N] [options]        memory and traffic of each engine at 7B, without a GPU
 ./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
-./launch.sh conform [ENGINE|FILE.py ...] [N]  who trains right, who refuses, who is silently wrong
-./launch.sh report [FOLDER] [--minutes M]  what this machine shows, on a page, within M minutes (10)
-./launch.sh docs [--check]              writes tables and figures of the pages, out of results/
-./launch.sh test [options]              the tests; options are pytest's, paths the project's
+./launch.sh conform [ENGINE|FILE.py ...] [N]  the conformance tests, for any engine
+./launch.sh report [FOLDER] [--minutes M]  measures this machine within M minutes (10)
+./launch.sh docs [--check]              writes the pages' tables and figures from results/
+./launch.sh test [options]              the tests, with pytest's options
 ./launch.sh help                        this text; COMMAND --help lists the options of a command
-Extras: ./launch.sh watch (a step as a page for a browser), ./launch.sh plan (step times elsewhere)
-and ./launch.sh test --simulated-gpus N (the GPU path without a GPU)
+Extras
+./launch.sh watch [ENGINE] [N]          records a step as a page for a browser
+./launch.sh plan                        predicts step times on other machines
+./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
 Without a command: compare. Without N: a rank per NVIDIA GPU over NCCL, or two over gloo.
-Paths begin where you stand. Variables: PYTHON (used as it is, nothing is installed), NNODES,
-NODE_RANK and RDZV_ENDPOINT=host:port (several machines; N is then the ranks of each),
-OMP_NUM_THREADS (default 1), ZERO_TIMEOUT (seconds in which all ranks must join a collective: 120)."""
+Paths begin in the current folder. Environment variables:
+PYTHON           this Python is used, and nothing is installed
+OMP_NUM_THREADS  default 1
+ZERO_TIMEOUT     seconds in which all ranks must join a collective, default 120
+NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N counts the ranks of each"""
 
-# What Python runs for a command: a module, and words before the options. torchrun starts those of RANKED.
+# {command: the module that Python runs, and words before the options}. torchrun starts the modules of RANKED.
 RANKED = {
     "zero1": ["zerolab.measure.walkthrough", "zero1"],
     "zero2": ["zerolab.measure.walkthrough", "zero2"],
@@ -72,7 +76,7 @@ ALONE = {
 OTHERS = ["notebooks", "test", "help"]
 
 # Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
-# after ten seconds. New ranks meet at a store of their own, because in the old one is what the old ranks have left.
+# after ten seconds. New ranks get a new store, because the old one still has the old ranks' keys.
 TRAIN = [
     *("--max-restarts", "3", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"),
     *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"),
@@ -80,7 +84,7 @@ TRAIN = [
 TRAIN_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
-# What was typed.
+# Reading the command line.
 
 
 def check_command(command: str) -> None:

@@ -1,7 +1,7 @@
 """Gradient accumulation: a rank's batch in K micro-batches, one after the other, and one update.
 
 The activations of one micro-batch are alive at a time, so a large batch fits where it would not at once. The gradients
-add up. Nothing is said of `no_sync`: engines that send gradients in backward send them K times.
+add up. `no_sync` is not used, so engines that send gradients in backward send them K times.
 """
 
 import argparse

@@ -77,7 +77,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, seq) int64 -> logits (batch, seq, vocab). Embedding and head share one weight, if `tied`.
 
-    The weights follow from `seed` alone, see `initialize`; on the meta device there are none.
+    The weights follow only from `seed`: see `initialize`. On the meta device there are none.
     """
 
     def __init__(self, config: GPTConfig, seed: int = 0):

@@ -63,7 +63,7 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
         return own, f"{kind}:{local_rank}", f"one of {gpus} GPU(s) for each of {ranks_here} rank(s)"
     alone = f"one of {gpus} GPU(s) for each of {ranks_here} rank(s), without {own.upper()} as --backend gloo asks"
     why = f"{ranks_here} ranks share {gpus} GPU(s), which {own.upper()} refuses" if ranks_here > gpus else alone
-    return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: right, but slow"
+    return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: correct but slow"
 
 
 def start(backend: str = "auto", device: str = "auto") -> Rank:
@@ -82,7 +82,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     else:
         # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Nothing waits for ever: a rank that never comes is an error on the others after this time.
+    # Nothing waits forever: a rank that never comes is an error on the others after this time.
     own = chosen if backend != "gloo" else None
     dist.init_process_group(backend, timeout=timedelta(seconds=commands.timeout()), device_id=own)
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
@@ -128,7 +128,7 @@ _works_alone = itertools.count()  # of `wait_for_rank_0`; the same number on all
 def wait_for_rank_0(me: Rank) -> None:
     """The other ranks wait here until rank 0 has come, for as long as that takes. All ranks call it.
 
-    For work that rank 0 does alone. A collective would not do: after ZERO_TIMEOUT seconds it ends the ranks that wait.
+    For work that only rank 0 does. A collective would not work: after ZERO_TIMEOUT seconds it ends the ranks that wait.
     Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
     """
     meeting, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
@@ -178,5 +178,5 @@ def run(main) -> None:
 
 
 def lost(said: str) -> bool:
-    """Whether an error's message is that of a rank which has waited for another one in vain."""
+    """Whether an error's message comes from a rank that waited for another rank in vain."""
     return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))

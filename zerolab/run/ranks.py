@@ -5,7 +5,7 @@
             ...
 
 A rank reports its verdict on an item by a small file (`say`), and not by torch.distributed: a rank that hangs, or is
-killed, takes no part in a collective any more. Nothing here imports torch.
+killed, cannot join a collective any more. Nothing here imports torch.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 10  # seconds for ranks that have reported everything, to leave by themselves
 ENDING = 5  # seconds from SIGTERM to SIGKILL
 
-# What a rank does.
+# Called by a rank.
 
 
 def begin(folder: str | Path) -> int:
@@ -63,7 +63,7 @@ def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[
     return verdicts
 
 
-# What starts them.
+# Starting ranks.
 
 
 def torchrun(world_size: int) -> list[str]:
@@ -138,8 +138,8 @@ class Ranks:
     def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict | None]]]:
         """(item, every rank's verdict), one item after the other, as soon as all ranks have said theirs.
 
-        In the place of a verdict that will never come stands {"status": "died", "error": how that rank ended}. Of what
-        no rank has begun there is none: if all ranks end before they say a word, `text` may tell why.
+        A verdict that will never come is replaced by {"status": "died", "error": how that rank ended}. Of what
+        no rank has begun there is none: if all ranks end before they report anything, `text` may have the reason.
         """
         for item in items:
             while None in (verdicts := said(self.folder, item, self.world_size)):
@@ -167,7 +167,7 @@ class Ranks:
         return "\n".join(said) if said else self.text[-3000:]
 
     def death(self, rank: int) -> str | None:
-        """How a rank has ended, in words, when all have ended. None of one that never began."""
+        """A sentence about how a rank ended, once all have ended. None for a rank that never began."""
         if not (self.folder / f"crash.{rank}").exists():
             return None
         now = self.folder / f"now.{rank}"

@@ -15,7 +15,7 @@ def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
     """
 
     def again(block, plain, x):
-        # `MixedModule` lends the model its cast weights for the forward alone: the second run needs the same.
+        # `MixedModule` lends the model its cast weights only for the forward, and the second run needs the same ones.
         lent = dict(block.named_parameters()) if casts else {}
 
         def run(x):
