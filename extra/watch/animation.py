@@ -7,8 +7,8 @@ from pathlib import Path
 
 from extra.watch import chromium
 
-WIDTH, HEIGHT = 900, 740  # so narrow that the code is below the memory
-FRAMES = 54  # at most this many events
+WIDTH, HEIGHT = 900, 700  # so narrow that the code is below the memory
+FRAMES = 60  # at most this many events
 COLOURS = 40
 SMALL = 1_000_000  # bytes
 # An animation shows the memory and the code. The rest of the page is hidden.
