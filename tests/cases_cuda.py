@@ -252,7 +252,7 @@ def allocators_peak(stage):
         engine.training_step(*batches[2], F.mse_loss)
         allocated, ledger = torch.cuda.max_memory_allocated() - before, memory.peak
     buckets = engine.buckets if hasattr(engine, "buckets") else engine.units
-    # What the ledger cannot see: workspaces inside kernels, and gloo's copy of a reduce-scatter's input.
+    # The ledger cannot see workspaces inside kernels, and gloo's copy of a reduce-scatter's input.
     bucket = max(bucket.numel * bucket.flat.element_size() for bucket in buckets)
     unseen = 2 * bucket if dist.get_backend() == "gloo" else 0
     assert ledger <= allocated + 2**16, f"the ledger counts {ledger - allocated} bytes that were never allocated"

@@ -1,4 +1,4 @@
-"""What all tests share: where modules are found, GPUs that most tests do not see, and options of tests/conformance."""
+"""Common to all tests: where modules are found, GPUs that most tests do not see, and options of tests/conformance."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="module", autouse=True)
 def without_gpus(request):
-    """What a test starts sees no GPU, so that it is the same test on every machine. These see all."""
+    """Hide GPUs from most tests, so that a test is the same on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in ("test_cuda", "test_simulated"):
             patch.setenv("CUDA_VISIBLE_DEVICES", "")

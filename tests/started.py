@@ -1,4 +1,4 @@
-"""Commands and scripts as users start them, in processes of their own."""
+"""Commands and scripts, started in new processes as users start them."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Every claim of the articles is measured again: verdict and numbers must be those of results/articles.json."""
+"""Every claim of the articles is measured again: verdict and numbers must equal results/articles.json."""
 
 import json
 import re

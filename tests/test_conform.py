@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# ZeRO-1 as somebody might write it who has read the page about engines of one's own.
+# ZeRO-1, as a reader of docs/your-engine.md might write it.
 CORRECT = """
 import torch
 import torch.distributed as dist

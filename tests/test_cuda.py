@@ -1,4 +1,4 @@
-"""What needs a GPU: one rank over NCCL, and one on each GPU, or two that share the only one over gloo.
+"""Tests that need a GPU: one rank over NCCL, and one on each GPU, or two that share the only one over gloo.
 
 Without a GPU these tests are skipped. The chapters and the engines, "zero1.py" and "zero1".
 """

@@ -79,7 +79,7 @@ def test_pages_are_narrow():
 
 
 def anchors(page: Path) -> set[str]:
-    """GitHub's names for the headings of a page, which may stand in extra/."""
+    """GitHub's names for the headings of a page, which may be in extra/."""
     headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -141,7 +141,7 @@ def offered() -> set[str]:
 
 def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
     known, named, options = offered(), set(), {}
-    for command in known - {"help", "notebooks", "test"}:  # what stands behind these is Jupyter's and pytest's
+    for command in known - {"help", "notebooks", "test"}:  # Jupyter and pytest read the options of these
         status, said, _ = typed(f"{command} --help")
         options[command] = set(re.findall(r"--[a-zA-Z-]+", said))
         assert status == 0 and "--help" in options[command], command
@@ -158,7 +158,7 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
     assert set(refused.partition("There are: ")[2].strip().split(", ")) == known
 
 
-# What the pages print and run.
+# Output and scripts in the pages.
 
 
 def code(containing: str, page: str = "README.md") -> str:
@@ -177,7 +177,7 @@ def test_a_chapters_step_is_traced():
 
 
 def losses(script: Path, text: str, number: int) -> dict[int, float]:
-    """What ranks print of their losses, when all of them have come to the end of this script."""
+    """The losses that each rank prints. All ranks must reach the end of the script."""
     script.write_text(text)
     ranks = started.on_ranks([str(script)], number)
     assert [rank.returncode for rank in ranks] == [0] * number, ranks

@@ -44,7 +44,7 @@ def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     assert run.returncode == 1, run.stdout + run.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     right, chapter, wrong, nan = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather", "diverges"))
-    # On two ranks DDP, the chapter and this add the same two numbers, and every parameter lies on 16 bytes.
+    # On two ranks DDP, the chapter and this add the same two numbers, and every parameter is aligned to 16 bytes.
     assert right["match"] and right["difference"] == 0 and right["sent_bytes"] == chapter["sent_bytes"]
     assert right["held_bytes"]["optimizer"] <= chapter["held_bytes"]["optimizer"] and right["step_ms"] > 0
     assert not wrong["match"] and wrong["difference"] > 1e-3 and not seen["match"]

@@ -70,7 +70,7 @@ SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "
 
 @pytest.mark.long
 def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
-    """Nothing that lies there is imported in the project's place."""
+    """No file of that folder is imported in place of the project's."""
     (tmp_path / "zerolab.py").write_text("raise SystemExit('not this one')")
     result = started.launch("compare", "1", *SMALL, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -93,7 +93,7 @@ def test_what_cannot_be_written_is_named_below_the_results():
 
 @pytest.mark.long
 def test_the_referee_in_bfloat16(tmp_path):
-    """What its tables say of it. That engines then train alike is among the properties."""
+    """The tables name the dtype. tests/conformance compares the training."""
     file = tmp_path / "out.json"
     engines = "single,ddp,zero1,zero3,fsdp2,fsdp1_article"
     options = f"--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines {engines} --json {file}"
@@ -166,7 +166,7 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
-# What launch.sh starts. What it refuses is in tests/test_refusals.py.
+# Commands that launch.sh starts. tests/test_refusals.py has those that it refuses.
 
 
 @pytest.mark.parametrize(

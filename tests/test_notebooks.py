@@ -43,7 +43,7 @@ def test_no_outputs_are_kept_and_answers_are_folded_away(file):
 
 @each
 def test_a_prediction_is_asked_and_kept_before_it_is_answered(file):
-    """Below each "Predict" the reader writes; behind that stands what was found; what explains it is folded."""
+    """The reader writes below each "Predict". The measurement comes after it, and the explanation is collapsed."""
     cells = json.loads(file.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     asked = [place for place, text in enumerate(sources) if "**Predict.**" in text]
@@ -70,7 +70,7 @@ def test_links_lead_somewhere_and_to_the_next_notebook(file):
 
 @pytest.fixture(scope="module")
 def executed(request):
-    """{file: what came out of executing it, or the exception}: two notebooks at a time, as most of it is waiting.
+    """{file: what came out of executing it, or the exception}: two notebooks at a time, because most of it is waiting.
 
     Their commands are started by the kernel's Python, so all of them need not import torch.
     """
@@ -86,7 +86,7 @@ def executed(request):
         cells = nbformat.read(file, as_version=4)
         where = {"metadata": {"path": str(file.parent)}}
         with tempfile.TemporaryDirectory() as folder:
-            # The kernel is spoken to by sockets in a folder: a port of its own may be one that a rank has taken.
+            # The kernel uses sockets in a folder, because a rank may already use the port that it would choose.
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
             client = nbclient.NotebookClient(cells, km=kernel, timeout=300, resources=where)
             try:
@@ -119,7 +119,7 @@ def test_it_runs_to_the_end(file, executed):
 
 
 def test_the_recorded_step_is_shown_as_it_was_asked_for(tmp_path):
-    """In a frame stands the whole page of docs/, opened elsewhere; and a file that is no such page is refused."""
+    """A frame shows the whole page of docs/ at another event. A file that is not such a page raises an error."""
     shown = watch_page.show(run="zero3", event=7, beside='"><b>')._repr_html_()
     (inside,) = re.findall(r'srcdoc="([^"]*)"', shown)
     opened = re.compile(r'<body data-run="([^"]*)" data-event="([^"]*)" data-beside="([^"]*)">')
@@ -131,7 +131,7 @@ def test_the_recorded_step_is_shown_as_it_was_asked_for(tmp_path):
         watch_page.show(tmp_path / "empty.html")
 
 
-# What stands before all else.
+# The start of each notebook.
 
 
 def run_first_cell(folder: Path, address: str = ""):
@@ -178,7 +178,7 @@ def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
             anywhere.ready(device)
 
 
-# What they share.
+# Functions that all notebooks use.
 
 
 def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkeypatch):

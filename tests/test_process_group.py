@@ -49,7 +49,7 @@ def test_a_choice_that_cannot_work_raises(backend, device, ranks_here, gpus, wor
 
 
 def test_another_kind_of_accelerator_takes_the_same_path(monkeypatch):
-    """Of torch's names for it alone: none was seen at work."""
+    """Tested only by torch's names for it. No such accelerator has run this code."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert process_group.choose("auto", "auto", 1, 4, 4)[:2] == ("xccl", "xpu:1")

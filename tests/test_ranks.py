@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what they say arrives (zerolab/run/ranks.py), how they end is told, and they end."""
+"""zerolab/run/ranks.py: verdicts of ranks arrive, it is reported how ranks end, and all of them end."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import pytest
 
 from zerolab.run import ranks
 
-# What a rank runs: it says a verdict on "first", then does what its case does.
+# The script of a rank: it reports a verdict on "first", then does what its case does.
 HEAD = """\
 import os, signal, sys, time
 from zerolab.run import ranks
@@ -33,7 +33,7 @@ def start(tmp_path, monkeypatch):
 
 
 def all_end(pids: list[int]) -> bool:
-    """What was killed is gone a moment later; what nobody has asked for yet stays listed."""
+    """A killed process is gone a moment later. It stays listed until its parent asks for it."""
     until = time.monotonic() + 60
     while there := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
         if time.monotonic() > until:
@@ -66,7 +66,7 @@ def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
 
 @pytest.mark.long
 def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
-    """Also those that do not hear the signal by which torchrun ends them: they are killed, as it would wait long."""
+    """Also ranks that ignore torchrun's signal. They are killed, because torchrun would wait for a long time."""
     monkeypatch.setattr(ranks, "ENDING", 1)
     found = {}
     with start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)", seconds=300) as there:

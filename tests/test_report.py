@@ -182,7 +182,7 @@ def test_every_command_is_one_that_its_program_accepts(gpus, tmp_path, monkeypat
 
 @pytest.mark.long
 def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monkeypatch):
-    """The rows of a GPU, without one: the dry run stands in for real allocations. Its prediction is made meanwhile."""
+    """The rows of a GPU, without one: the dry run replaces real allocations. Its prediction is made meanwhile."""
     asked = one_gpu.of_memory("toy", "8", "--engines", "ddp,zero3")
     expected = memory.measure_all(asked)["engines"]
     rows = {"ddp": {"out_of_memory": "torch's words"}, "zero3": dict(expected["zero3"])}

@@ -53,7 +53,7 @@ def labels_of_a_step(stage: str) -> list[tuple[str, str | None]]:
 
 
 def test_the_steps_have_the_same_numbers_and_names_in_every_stage():
-    """Seen from outside, as a profile shows them: 0 to 5. What moves inside another step is what a stage is about."""
+    """A profile of any stage shows steps 0 to 5. The stages differ in which step runs inside another one."""
     inside = {"zero1": set(), "zero2": {("3", "2")}, "zero3": {("3", "2"), ("5", "1"), ("5", "2")}}
     labels = {}
     for stage in CHAPTERS:

@@ -74,7 +74,7 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
         assert line | {"time": 0, "tokens_per_s": 0} == other | {"time": 0, "tokens_per_s": 0}
     assert (first.returncode, second.returncode) == (1, 0), first.stderr + second.stderr  # 1 is torchrun's
     assert "Stopped on request after step" in first.stdout and "Run the same command to continue" in first.stdout
-    # Where each thread of a rank that hangs stands, and of one that waits for it.
+    # The stacks of the rank that hangs, and of the rank that waits for it.
     assert "Timeout" in first.stderr and "in hang" in first.stderr and "in wait" in first.stderr, first.stderr
     assert "not loaded: rank" in second.stdout and str(damaged) in second.stdout, second.stdout
     assert "continuing after step" in second.stdout and "in hang_and_write" in second.stderr, second.stderr

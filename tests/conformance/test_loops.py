@@ -212,7 +212,7 @@ def test_schedulers_built_before_or_after_the_engine(engine, when):
         schedule(pair.optimizers[0])
         schedule(pair.optimizers[1])
     if not engine.ours and when == "before" and schedules[1].optimizer is not pair.optimizers[1]:
-        pytest.skip(f"{engine.name} makes an optimizer of its own")
+        pytest.skip(f"{engine.name} makes a new optimizer")
     for step in range(4):
         pair.backward(step)
         pair.step()

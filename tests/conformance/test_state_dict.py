@@ -206,7 +206,7 @@ OPTIMIZERS = {"SGD, which keeps nothing": partial(torch.optim.SGD, lr=0.02), "Ad
 
 
 def save(trained, folder):
-    """An engine may have its own `save` and `load`; ours have those of zerolab.engine.checkpoint."""
+    """An engine may have its own `save` and `load`; ours use zerolab.engine.checkpoint."""
     if hasattr(trained, "save"):
         trained.save(folder)
     else:

@@ -1,4 +1,4 @@
-"""What students may write into the exercises, for test_exercises.py. These files are read, and never imported.
+"""Solutions and mistakes of students, for test_exercises.py. These files are read, and never imported.
 
 In a chapter's file every top-level class is one student. `Solution` has all functions of the exercise. The others have
 some of them, and the rest is `Solution`'s. A class with `found` is wrong, and `found` is a part of what the check says

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 @dataclass(kw_only=True)
 class Options:
-    """What the user chose (`Engine` describes each option), and the three groups that `group` stands for.
+    """The user's choices (`Engine` describes each option), and the three groups that `group` stands for.
 
     group     the ranks to shard over
     replicas  the ranks that hold the same shard (hybrid sharding), or None
@@ -25,5 +25,5 @@ class Options:
     offload_policy: CPUOffloadPolicy | None
 
     def equal_on_all_ranks(self):
-        """What must be the same on all ranks. Groups differ: with replicas each row of ranks has its own."""
+        """The options that must be equal on all ranks. Groups differ: with replicas each row of ranks has its own."""
         return self.param_dtype, self.reduce_dtype, self.find_unused, self.offload_policy

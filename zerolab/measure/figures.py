@@ -217,7 +217,7 @@ def memory(results: dict):
         formula[held], notes[peak] = row["formula_bytes"], why_no_gradients(row)
     gpus = [gigabytes * 1e9 for gigabytes in GPUS]
     figure = bars(rows, formula=formula, formula_label=formula_name(results), notes=notes, gpus=gpus)
-    finding = "What a rank holds between steps, and the most that is alive at once"
+    finding = "The bytes that a rank holds between steps, and the most that is alive at once"
     unit, size = unit_of(results)
     totals = {label: sum(parts.values()) / size for label, parts in rows.items()}
     if "ddp (stand-in), held" in rows and "zero3, peak" in rows:

@@ -15,7 +15,7 @@ PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def conditions(options: argparse.Namespace, me: Rank) -> dict:
-    """What was compared, and where, for the JSON."""
+    """The settings and the machine of the comparison, for the JSON."""
     return {
         "device": me.device.type,
         "backend": me.backend,

@@ -242,7 +242,7 @@ work, which costs no time; in %: of all the time in which bytes are in flight.""
 
 
 def table(result: dict) -> str:
-    """What the referee prints with --breakdown, from the result that it writes as JSON."""
+    """The referee's output with --breakdown, from the result that it writes as JSON."""
     runs = {name: run["step_time"] for name, run in result["runs"].items() if run.get("step_time")}
     steps = next(iter(runs.values()))["steps"]
     rows, clear, unclear = [], [], []
@@ -317,7 +317,7 @@ def slowest_rank(found: dict) -> str:
 
 
 def sentences(found: dict, rank: int) -> str:
-    """What a chapter's run prints: where `rank`'s time went, and whether one rank is the slowest."""
+    """The output of a chapter's run: where `rank`'s time went, and whether one rank is the slowest."""
     own = next(row for row in found["ranks"] if row["rank"] == rank)
     exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
     least = "at most " if own["told_late"] else ""

@@ -164,5 +164,5 @@ def was_async(func, args) -> bool:
 
 
 def works_in(result) -> list[dist.Work | None]:
-    """What a collective has returned to wait for; None for one that has run already."""
+    """The work that a collective returned; None for one that has run already."""
     return [dist.Work.unbox(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
