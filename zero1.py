@@ -93,7 +93,7 @@ class ZeRO1:
         return buckets
 
     def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
 
@@ -160,7 +160,7 @@ class ZeRO1:
                     raise RuntimeError(
                         f"param.grad of {name!r} was replaced, so its gradient is not in the bucket. Change gradients "
                         "in place, clear them with zero_grad() of this stage and not of the model, and call backward() "
-                        "without create_graph=True. Call zero_grad() of this stage now, and then the next forward"
+                        "without create_graph=True. Call zero_grad() of this stage now, then run forward again"
                     )
             if bucket.shard.grad is None and not self.cleared:
                 raise RuntimeError(
@@ -218,7 +218,7 @@ class Bucket:
         self.flat = self.flatten()
         self.shard = self.make_shard().requires_grad_(self.params[0].requires_grad)
         self.gradient = None  # ZeRO-1: see `make_gradient`
-        self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not brought yet
+        self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not produced yet
 
     def alignment(self):
         """16 bytes, on a GPU 256, in elements. Kernels may round differently on memory that is not aligned.
@@ -326,7 +326,7 @@ def broadcast_whole(tensors, group):
 def group_by_size(model, bucket_mb):
     """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one larger parameter. A run fills a bucket.
 
-    A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on a bucket is sent while backward computes
+    A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on, a bucket is sent while backward computes
     the next one, so there are several: the default is a sixth of the model, between 1 and 25 MiB. With 0 every
     parameter has its own bucket.
     """

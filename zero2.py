@@ -88,7 +88,7 @@ class ZeRO2:
         return [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
 
     def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
 
@@ -305,7 +305,7 @@ def weak_hook(method, *objects):
 #     peak   4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes and one backward per step, without activations
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
-# Right before the last bucket is sent two have whole gradients: the one that backward has just finished, and the one in
+# Just before the last bucket is sent, two have whole gradients: the one that backward has just finished, and the one in
 # flight. The first of them has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
 # collectives. (On CPUs the peak is B higher, because gloo copies the bucket that it reduces.) Activations are largest
 # early in backward, when there are hardly any gradients yet. So the peak of both together usually comes early, and is

@@ -48,7 +48,7 @@ class ZeRO3:
                   run more than once, which stay gathered between their backwards.
     Raises        what ZeRO-2 raises.
     Not detected  What ZeRO-2 does not detect, and a freed weight that is read. Depending on the operation this is an
-                  error of torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
+                  error from torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
                   gathered ahead but not waited for. It happens with
                   - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
                     (`load_state_dict`) a weight;
@@ -60,7 +60,7 @@ class ZeRO3:
                   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
                   A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they
                   wait, or gather a different unit into this one. `torch.autograd.grad` between backward and `step()`
-                  counts as a backward that brought no gradients: `step()` raises.
+                  counts as a backward that produced no gradients: `step()` raises.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -97,7 +97,7 @@ class ZeRO3:
         return units
 
     def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's, stay whole, and do not change from then on."""
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
 
@@ -225,7 +225,7 @@ class ZeRO3:
         unit.wait()
 
     def notice_backward(self):
-        """Called at everything that backward does. The first time a backward has just begun."""
+        """Called on every event of backward. A new number means that a new backward has just begun."""
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
             self.backward_id = number
@@ -287,7 +287,7 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
-        # Units that a forward without a backward left gathered become stale. A gather in flight still reads the shards.
+        # Units left gathered by a forward without a backward become stale. A gather in flight still reads the shards.
         self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
@@ -417,7 +417,7 @@ def in_backward():
 # `unit.wait()`                   a unit computes with whatever is in memory
 # `unit.free()` in `on_gradient`  all units are whole at the end of backward
 # `if each.missing`               units that are done are gathered again, and freed only at the end of backward
-# `free_all` in `step`            a root that a forward without a backward left gathered is used with stale weights
+# `free_all` in `step`            a root left gathered by a forward without a backward is used with stale weights
 # `free_all` in `__call__`        the same after an evaluation, and its memory stays in use
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
