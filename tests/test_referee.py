@@ -105,7 +105,7 @@ def test_the_verdict_has_what_is_proved_and_what_is_not():
     }
     said = referee_report.verdict({"runs": runs, "dtype": "bf16", "steps": 3}, "ddp")
     assert said.startswith("MATCH: all 4 engines train alike.\nProved in float64 that these compute")
-    assert "whole batch: ddp, zero1. Their losses differ by 2e-15 or less (1e-12 is allowed)" in said
+    assert "whole batch: ddp, zero1. Their losses differ by at most 2e-15 (1e-12 is allowed)" in said
     assert "Not proved: deepspeed1, which cannot train in float64." in said
     assert "equal to ddp to the bit: zero1." in said and "Not proved: the casts to bfloat16" in said
     runs |= {"adds_up": run(1e-6, 0.2, 1e-3), "diverges": run(float("nan"), 1e-15, 1e-3)}

@@ -77,7 +77,7 @@ def what_is_proved(runs: dict) -> list[str]:
         largest = max(runs[name]["float64_difference"] for name in proved)
         lines.append(
             f"Proved in float64 that these compute what one process computes on the whole batch: {', '.join(proved)}. "
-            f"Their losses differ by {largest:.1g} or less ({proof.TOLERANCE:g} is allowed) in {proof.STEPS} steps of "
+            f"Their losses differ by at most {largest:.1g} ({proof.TOLERANCE:g} is allowed) in {proof.STEPS} steps of "
             "SGD with momentum and weight decay on a small model."
         )
     if unproved := [name for name in unproved if name != "single"]:
