@@ -10,7 +10,7 @@ import sys
 
 @contextlib.contextmanager
 def one_line(*mistakes: type[Exception]):
-    """Inside, Ctrl-C ends this process with one line and exit status 130, as the shell expects it.
+    """Inside, Ctrl-C ends this process with one line and exit status 130, which shells expect.
 
     An error of one of the kinds `mistakes`, which says what cannot work, ends it with one line and exit status 2.
     """

@@ -1,4 +1,4 @@
-"""An engine in a file of yours, as an entry of the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
+"""Adds an engine in a file of yours to the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
 
 The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
 over the model's parameters. It returns anything with `model`, `optimizer`, and either

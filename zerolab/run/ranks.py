@@ -67,7 +67,7 @@ def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[
 
 
 def torchrun(world_size: int) -> list[str]:
-    """What Python is given to start so many ranks on this machine; a script or `-m module` follows."""
+    """The arguments of Python that start so many ranks on this machine; a script or `-m module` follows."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
 
 
@@ -108,8 +108,8 @@ def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM)
 class Ranks:
     """So many ranks that run the Python `command`, whose last argument is the `folder` for their verdicts.
 
-    All of them have `seconds`. What they print is shown, unless `quiet`; then it is in `text` when they have ended, and
-    so is what came on stderr in any case. `file` is the path of the code in which the line of a crash is looked for.
+    All of them have `seconds`. Their stdout is shown, or with `quiet` it is in `text` once they have ended. `text`
+    always has their stderr. `file` is the path of the code in which the line of a crash is looked for.
     `variables` are set in the ranks' environment.
     """
 
