@@ -1,7 +1,7 @@
 """The engines under test: our engines, the chapters, other people's engines, and an engine in a file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ class Subject:
     documented: Documented | None = None
     file: str | None = None
     promise: tuple | None = None  # (what its ranks share out, how many times Ψ (N-1)/N elements a rank sends)
-    options: dict = field(default_factory=dict)
 
     @property
     def ours(self):
@@ -49,16 +48,11 @@ class Subject:
         return torch.float64 if self.ours else self.documented.dtype
 
     def __call__(self, model, optimizer, **options):
-        options = {**self.options, **options}
         if self.chapter and (unknown := options.keys() - {"bucket_mb", "prefetch", "units", "group"}):
             pytest.skip(f"the chapter has no option {sorted(unknown)[0]}")
         if self.ours:
             return self.build(model, optimizer, **options)
         return adapted(self, model, optimizer, options)
-
-    def with_options(self, **options):
-        """The same engine, always built with these options."""
-        return Subject(**{**vars(self), "options": {**self.options, **options}})
 
     def weights(self, built):
         """{name: a copy of the whole weight} on every rank, in the precision of the shards. All ranks call it."""
