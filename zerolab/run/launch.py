@@ -45,7 +45,7 @@ Extras
 ./launch.sh plan                        predicts step times on other machines
 ./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
-Without a command: compare. Without N: a rank per NVIDIA GPU over NCCL, or two over gloo.
+Without a command: compare. Without N: a rank per GPU over NCCL (NVIDIA or AMD), or two over gloo.
 Paths begin in the current folder. Environment variables:
 PYTHON           this Python is used, and nothing is installed
 OMP_NUM_THREADS  default 1
@@ -74,6 +74,7 @@ ALONE = {
     "plan": ["extra.planner"],
 }
 OTHERS = ["notebooks", "test", "help"]
+AMD_DEVICES = Path("/sys/class/kfd/kfd/topology/nodes")  # of the ROCm driver
 
 # Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
 # after ten seconds. New ranks get a new store, because the old one still has the old ranks' keys.
@@ -137,14 +138,15 @@ def check_port(port: int) -> None:
 
 
 def count_gpus() -> int:
-    """How many NVIDIA GPUs a rank will see. Without torch, which takes seconds to import."""
+    """How many NVIDIA or AMD GPUs a rank will see. Without torch, which takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
+        ids = [file.read_text().strip() for file in AMD_DEVICES.glob("*/gpu_id")]
+        return len([gpu_id for gpu_id in ids if gpu_id != "0"])  # a CPU has the id 0
     return len(re.findall("^GPU ", listed, re.MULTILINE))
 
 
