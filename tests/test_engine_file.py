@@ -10,13 +10,11 @@ from unittest.mock import patch
 import pytest
 import started
 import torch
+from pages_engine import LISTING
 
 from zerolab.run.engine_file import NoEngine, _built, enter
 from zerolab.run.engines import ENGINES
-from zerolab.run.ranks import ROOT
 
-PAGE = (ROOT / "docs" / "your-engine.md").read_text()
-LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
 STEP = "    def step(self):\n"
 DIES = "        if dist.get_rank() == 1:\n            raise LookupError('out of luck')\n"
 
@@ -72,6 +70,7 @@ NO_ENGINES = [
     ("broken.py", "def build(:\n", "line 1: SyntaxError"),
     ("other.py", LISTING.replace('"zero1"', '"zero4"'), "'zero4'"),
     ("engine.txt", LISTING, "ends in .py"),
+    ("supports.py", LISTING.replace("COUNTERPART", "SUPPORTS"), "SUPPORTS is 'zero1', and must be a tuple"),
     ("list.py", LISTING.replace('"zero1"', "[]"), "COUNTERPART is []"),
     ("exits.py", "raise SystemExit(4)\n", "line 1: SystemExit: 4"),
 ]

@@ -1,94 +1,21 @@
 """The referee's proof in float64: wrong engines are found on any number of ranks, unusual correct ones match.
 
-Each engine is docs/your-engine.md's listing with some lines changed, in a file like a user's.
+Each engine is the listing of docs/your-engine.md with some lines changed (pages_engine.py), in a file like a user's.
 """
 
-import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_on_ranks
+from pages_engine import CORRECT, WRONG, changed
 
 import fsdp2_compare as referee
 from zerolab.measure import proof, referee_report
 from zerolab.run import engine_file
 from zerolab.run.data import load_text
 from zerolab.run.engines import ENGINES
-from zerolab.run.ranks import ROOT
-
-PAGE = (ROOT / "docs" / "your-engine.md").read_text()
-LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
-
-REDUCE = "        dist.all_reduce(self.gradients)\n"
-MEAN = "        self.gradients /= self.world_size\n"
-STEP = "        self.optimizer.step()\n"
-GATHER = "        dist.all_gather_single(self.weights, self.shard)\n"
-ZERO = "        self.gradients.zero_()\n"
-FORWARD = "        return self.model(*inputs)\n"
-OWN_OPTIMIZER = "        self.optimizer = optimizer\n"
-SIZES = "[-(-p.numel() // 4) * 4 for p in self.params]"
-
-# {name: (the listing's lines, what is there instead)}
-WRONG = {
-    "sums_and_does_not_average": (MEAN, ""),
-    "divides_by_two": (MEAN, "        self.gradients /= 2\n"),
-    "reduces_in_bfloat16": (
-        REDUCE,
-        "        low = self.gradients.bfloat16()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
-    ),
-    "reduces_in_float32": (
-        REDUCE,
-        "        low = self.gradients.float()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
-    ),
-    "no_weight_decay": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        optimizer.param_groups[0]['weight_decay'] = 0.0\n"),
-    "rate_off_by_1e-5": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        optimizer.param_groups[0]['lr'] *= 1 + 1e-5\n"),
-    "leaves_out_a_bias": (MEAN, MEAN + "        self.params[-1].grad.zero_()\n"),
-    "forgets_momentum": (STEP, STEP + "        self.optimizer.state.clear()\n"),
-    "own_adamw": (OWN_OPTIMIZER, "        self.optimizer = optimizer = torch.optim.AdamW([self.params[0]], lr=0.1)\n"),
-    "does_not_gather": (GATHER, ""),
-    "keeps_old_gradients": (ZERO, "        pass\n"),
-    "one_rank_does_not_count": (
-        REDUCE,
-        "        if dist.get_rank() == 1:\n            self.gradients.zero_()\n" + REDUCE,
-    ),
-    "keeps_the_last_micro_batch": (FORWARD, "        self.gradients.zero_()\n" + FORWARD),
-    "reduces_part_of_the_buffer": (REDUCE, "        dist.all_reduce(self.gradients[: -self.world_size * 64])\n"),
-    "clips": (MEAN, MEAN + "        self.gradients *= min(1, 1 / self.gradients.norm())\n"),
-}
-CORRECT = {
-    "as_on_the_page": (MEAN, MEAN),
-    "divides_first": (REDUCE + MEAN, MEAN + REDUCE),
-    "divides_each_loss": (
-        REDUCE + MEAN,
-        "        self.gradients *= 1 / self.world_size\n" + REDUCE,
-    ),
-    "has_a_server": (REDUCE, "        dist.reduce(self.gradients, 0)\n        dist.broadcast(self.gradients, 0)\n"),
-    "gathers_and_adds_backwards": (
-        REDUCE,
-        "        parts = [torch.empty_like(self.gradients) for _ in range(self.world_size)]\n"
-        "        dist.all_gather(parts, self.gradients)\n"
-        "        self.gradients.copy_(sum(reversed(parts)))\n",
-    ),
-    "passes_gradients_around_a_ring": (
-        REDUCE,
-        "        rank, passed, total = dist.get_rank(), self.gradients.clone(), self.gradients.clone()\n"
-        "        for _ in range(self.world_size - 1):\n"
-        "            sending = dist.isend(passed, (rank + 1) % self.world_size)\n"
-        "            received = torch.empty_like(passed)\n"
-        "            dist.recv(received, (rank - 1) % self.world_size)\n"
-        "            sending.wait()\n"
-        "            total += received\n"
-        "            passed = received\n"
-        "        self.gradients.copy_(total)\n",
-    ),
-    "reduces_parameter_by_parameter": (
-        REDUCE,
-        "        for param in reversed(self.params):\n            dist.all_reduce(param.grad)\n",
-    ),
-    "does_not_align": (SIZES, "[p.numel() for p in self.params]"),
-}
 
 
 def run(difference: float, float64: float | None, tolerance: float) -> dict:
@@ -127,9 +54,7 @@ def difference(file: str, accumulate: int) -> float:
 
 
 def found(folder, name: str, change: tuple[str, str], world_size: int, accumulate: int) -> float:
-    old, new = change
-    assert LISTING.count(old) == 1, f"docs/your-engine.md has no such lines: {old}"
-    (folder / f"{name}.py").write_text(LISTING.replace(old, new))
+    (folder / f"{name}.py").write_text(changed(*change))
     everywhere = run_on_ranks(world_size, difference, file=str(folder / f"{name}.py"), accumulate=accumulate)
     assert len(set(everywhere)) == 1
     return everywhere[0]
@@ -137,6 +62,16 @@ def found(folder, name: str, change: tuple[str, str], world_size: int, accumulat
 
 def correct_there(name: str, world_size: int, accumulate: int) -> bool:
     return (name, world_size) == ("divides_by_two", 2) or (name, accumulate) == ("keeps_the_last_micro_batch", 1)
+
+
+def others(cases, few):
+    """Each engine once more on three ranks with two micro-batches (long), and with the other sizes (thorough)."""
+    marked = []
+    for case in cases:
+        if case not in few:
+            marks = pytest.mark.long if case[1:] == (3, 2) else pytest.mark.thorough
+            marked.append(pytest.param(*case, marks=marks))
+    return marked
 
 
 SIZES_OF_RUNS = [(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)]  # ranks, micro-batches
@@ -150,19 +85,17 @@ FEW = [
     ("keeps_the_last_micro_batch", 2, 2),
 ]
 ALL = [(name, *sizes) for name in WRONG for sizes in SIZES_OF_RUNS if not correct_there(name, *sizes)]
-LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ALL if case not in FEW]
 
 
-@pytest.mark.parametrize("name, world_size, accumulate", FEW + LONG)
+@pytest.mark.parametrize("name, world_size, accumulate", FEW + others(ALL, FEW))
 def test_a_wrong_engine_is_found(tmp_path, name, world_size, accumulate):
     assert found(tmp_path, name, WRONG[name], world_size, accumulate) > 100 * proof.TOLERANCE
 
 
 FEW = [("divides_first", 3, 2), ("passes_gradients_around_a_ring", 3, 1), ("does_not_align", 2, 2)]
 ALL = [(name, *sizes) for name in CORRECT for sizes in SIZES_OF_RUNS]
-LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ALL if case not in FEW]
 
 
-@pytest.mark.parametrize("name, world_size, accumulate", FEW + LONG)
+@pytest.mark.parametrize("name, world_size, accumulate", FEW + others(ALL, FEW))
 def test_an_unusual_correct_engine_matches(tmp_path, name, world_size, accumulate):
     assert found(tmp_path, name, CORRECT[name], world_size, accumulate) < proof.TOLERANCE / 10

@@ -1,7 +1,8 @@
 """The requirements on an engine, in plain pytest. `./launch.sh conform mine.py` tests your own engine.
 
     @pytest.mark.ranks(2, 3)                      how many ranks; by default two. `thorough=`: these with -m thorough
-    @pytest.mark.stages("zero2", "zero3")         for engines that promise to be like these; default: for all
+    @pytest.mark.stages("zero2", "zero3")         for these engines of ours; default: for every engine, also your own
+    @pytest.mark.needs("groups")                  of other engines for those that support several parameter groups
     @pytest.mark.chapters                         also for the three chapters; `chapters("zero3")`: for these
     @pytest.mark.parametrize("bucket_mb", [0, 1])
     def test_something(engine, bucket_mb):

@@ -47,9 +47,12 @@ def reason_against(test, one):
     stages = test.get_closest_marker("stages")
     chapters = test.get_closest_marker("chapters")
     if stages is not None and one.like not in stages.args:
-        return f"it is of {', '.join(stages.args)} only"
+        return f"it tests only our {', '.join(stages.args)} only"
     if one.chapter and (chapters is None or chapters.args and one.like not in chapters.args):
         return "the chapter does not promise it"
+    needs = test.get_closest_marker("needs")
+    if needs is not None and not one.ours and needs.args[0] not in one.documented.supports:
+        return one.says_nothing_of(needs.args[0])
     return ""
 
 

@@ -1,7 +1,7 @@
 """Other people's engines: the features that they document, and how to use each according to its documentation.
 
 If an engine does not document a feature, the test does not apply to it. It is skipped, with the reason. An engine in a
-file documents no options.
+file documents what its SUPPORTS lists, and no options.
 """
 
 import contextlib
@@ -18,37 +18,39 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 @dataclass(frozen=True)
 class Documented:
-    """options      {the name of an option here: its name there}
+    """supports     features of `zerolab.run.engine_file.FEATURES`
+    options         {the name of an option here: its name there}
     broadcasts      all ranks start with rank 0's weights
     clips           "torch": torch's own clipping is documented to work
     plain           parameters must be contiguous and have a dimension
     drops           `step()` also clears the gradients
-    one_dtype       the whole model has one dtype
     dtype           the dtype in which its values are compared, and
     tolerance       how far they may be apart
     """
 
+    supports: tuple = ()
     options: dict = field(default_factory=dict)
     broadcasts: bool = False
     clips: str | None = None
     plain: bool = False
     drops: bool = False
-    one_dtype: bool = False
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-12
 
 
+_TORCH = ("groups", "dtypes", "keywords")
 _FSDP2 = Documented(
-    {"group": "mesh", "param_dtype": "mp_policy", "reduce_dtype": "mp_policy"}, clips="torch", plain=True
+    _TORCH, {"group": "mesh", "param_dtype": "mp_policy", "reduce_dtype": "mp_policy"}, clips="torch", plain=True
 )
-_DEEPSPEED = Documented(plain=True, drops=True, one_dtype=True, dtype=torch.float32, tolerance=2e-5)
+_DEEPSPEED = Documented(("groups", "keywords"), plain=True, drops=True, dtype=torch.float32, tolerance=2e-5)
 OTHERS = {
     "ddp": Documented(
+        _TORCH,
         {"bucket_mb": "bucket_mb", "group": "process_group", "find_unused": "find_unused_parameters"},
         broadcasts=True,
         clips="torch",
     ),
-    "zero_redundancy_optimizer": Documented(broadcasts=True, clips="torch"),
+    "zero_redundancy_optimizer": Documented(_TORCH, broadcasts=True, clips="torch"),
     "fsdp2": _FSDP2,
     "fsdp2_no_reshard": _FSDP2,
     "deepspeed1": _DEEPSPEED,
@@ -63,8 +65,8 @@ def adapted(subject, model, optimizer, options):
     unknown = [name for name in options if name not in documented.options]
     if unknown:
         pytest.skip(f"{subject.name} documents no option {unknown[0]}")
-    if documented.one_dtype and len({param.dtype for param in model.parameters()}) > 1:
-        pytest.skip(f"{subject.name} documents one dtype for a whole model")
+    if "dtypes" not in documented.supports and len({param.dtype for param in model.parameters()}) > 1:
+        pytest.skip(subject.says_nothing_of("dtypes"))
     scalars = make_plain(model) if documented.plain else []
     device = next(model.parameters()).device
     built = subject.build(model, optimizer, device, **translated(subject, options, device))

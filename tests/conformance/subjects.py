@@ -19,7 +19,7 @@ class Subject:
     """The `engine` argument of a test. Calling it builds an engine: `engine(model, optimizer, **options)`.
 
     name        its name, or the path of its file
-    like        the stage whose bytes, traffic and methods it promises, or None
+    like        the stage of ours that it is, or None
     chapter     whether it is a chapter: it has what the lesson promises, and no more
     documented  what other people's engines document (others.py); None for ours
     file        the user's file that has it, or None
@@ -46,6 +46,9 @@ class Subject:
     def dtype(self):
         """The dtype in which its values are compared: not every engine trains in float64."""
         return torch.float64 if self.ours else self.documented.dtype
+
+    def says_nothing_of(self, feature):
+        return f"{self.name} says nothing of {engine_file.FEATURES[feature]}"
 
     def __call__(self, model, optimizer, **options):
         if self.chapter and (unknown := options.keys() - {"bucket_mb", "prefetch", "units", "group"}):
@@ -80,6 +83,5 @@ def subject(name: str) -> Subject:
         entry = known[name]
     else:
         entry = engines.ENGINES[name]
-    like = entry.counterpart if entry.counterpart in STAGES else None
-    documented = OTHERS.get(entry.name, Documented())
-    return Subject(name, entry.build, like, documented=documented, file=entry.file, promise=entry.promise)
+    documented = OTHERS.get(entry.name, Documented(entry.supports))
+    return Subject(name, entry.build, documented=documented, file=entry.file, promise=entry.promise)

@@ -305,6 +305,7 @@ def test_gradients_can_be_changed_before_the_step(engine):
     pair.check_weights()
 
 
+@pytest.mark.needs("keywords")
 def test_batches_may_be_keyword_arguments(engine):
     """`engine(tokens=...)` calls the model's forward with it."""
 

@@ -38,6 +38,7 @@ def one_each(model):
 GROUPS = {grouping.__name__: grouping for grouping in (by_shape, by_name, one_each)}
 
 
+@pytest.mark.needs("groups")
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups_keep_their_options(engine, groups):
@@ -47,6 +48,7 @@ def test_groups_keep_their_options(engine, groups):
     Pair(engine, seeded(Blocks), ADAMW, groups=GROUPS[groups], tolerance=ROUNDING).train()
 
 
+@pytest.mark.needs("groups")
 def test_groups_beside_frozen_parameters(engine):
     """Frozen parameters are in no group. The others are updated as in plain torch."""
     Pair(engine, seeded(Frozen), ADAMW, groups=by_shape, tolerance=ROUNDING).train()
@@ -64,6 +66,7 @@ def test_a_rank_may_own_nothing_of_a_group(engine):
     assert pair.trained.optimizer.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.needs("groups")
 def test_the_rates_of_groups_can_be_changed(engine):
     """By hand, or by a scheduler, between two steps."""
     pair = Pair(engine, seeded(Blocks), ADAMW, groups=by_shape, tolerance=ROUNDING)

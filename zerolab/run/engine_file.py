@@ -3,7 +3,8 @@
 The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
 over the model's parameters. It returns anything with `model`, `optimizer`, and either
 `training_step(inputs, targets, loss_fn)` or `__call__`, `step()` and `zero_grad()`. `COUNTERPART` names an engine that
-it is compared with, and `TITLE` is what figures call it.
+it is compared with, `SUPPORTS` lists features for which conformance tests test it, too, and `TITLE` is what figures
+call it.
 """
 
 import contextlib
@@ -22,6 +23,11 @@ from zerolab.run.micro_batches import Looped
 
 LOOP = ("__call__", "step", "zero_grad")
 ARGUMENTS = ["model", "optimizer", "device"]
+FEATURES = {  # what SUPPORTS may list
+    "groups": "several parameter groups",
+    "dtypes": "parameters of several dtypes",
+    "keywords": "keyword arguments of the model's forward",
+}
 
 
 def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
@@ -58,6 +64,9 @@ def _enter(path: Path, on: str) -> str:
     _check_signature(build, path)
     if counterpart not in [None, *ENGINES]:
         raise ValueError(f"COUNTERPART is {counterpart!r}, and must be one of {', '.join(ENGINES)}")
+    supports = found.get("SUPPORTS", ())
+    if not isinstance(supports, (tuple, list)) or not set(supports) <= set(FEATURES):
+        raise ValueError(f"SUPPORTS is {supports!r}, and must be a tuple of names among {', '.join(FEATURES)}")
     promise = ENGINES[counterpart].promise if counterpart else None
     title = str(found.get("TITLE", name))
     ENGINES[name] = Engine(
@@ -71,6 +80,7 @@ def _enter(path: Path, on: str) -> str:
         line="--",
         mark="*",
         file=str(path),
+        supports=tuple(supports),
     )
     return name
 

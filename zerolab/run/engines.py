@@ -91,6 +91,7 @@ class Engine:
     float64      it can train in float64
     needs        a package that `pip install .[peers]` installs
     file         a file of the user's (engine_file.py)
+    supports     the features that this file lists in SUPPORTS
     shade, line, mark   how figures draw it: a tone of grey, a line and a mark
     """
 
@@ -107,6 +108,7 @@ class Engine:
     float64: bool = True
     needs: str | None = None
     file: str | None = None
+    supports: tuple[str, ...] = ()
     shade: str = "#717680"
     line: str = "-"
     mark: str = "o"

@@ -1,0 +1,82 @@
+"""The engine that docs/your-engine.md prints, and variations of it that are wrong, or unusual and correct."""
+
+import re
+from pathlib import Path
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "your-engine.md").read_text()
+LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
+
+REDUCE = "        dist.all_reduce(self.gradients)\n"
+MEAN = "        self.gradients /= self.world_size\n"
+STEP = "        self.optimizer.step()\n"
+GATHER = "        dist.all_gather_single(self.weights, self.shard)\n"
+ZERO = "        self.gradients.zero_()\n"
+FORWARD = "        return self.model(*inputs)\n"
+OWN_OPTIMIZER = "        self.optimizer = optimizer\n"
+SIZES = "[-(-p.numel() // 4) * 4 for p in self.params]"
+
+# {name: (the listing's lines, what is there instead)}
+WRONG = {
+    "sums_and_does_not_average": (MEAN, ""),
+    "divides_by_two": (MEAN, "        self.gradients /= 2\n"),
+    "reduces_in_bfloat16": (
+        REDUCE,
+        "        low = self.gradients.bfloat16()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
+    ),
+    "reduces_in_float32": (
+        REDUCE,
+        "        low = self.gradients.float()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
+    ),
+    "no_weight_decay": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        optimizer.param_groups[0]['weight_decay'] = 0.0\n"),
+    "rate_off_by_1e-5": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        optimizer.param_groups[0]['lr'] *= 1 + 1e-5\n"),
+    "leaves_out_a_bias": (MEAN, MEAN + "        self.params[-1].grad.zero_()\n"),
+    "forgets_momentum": (STEP, STEP + "        self.optimizer.state.clear()\n"),
+    "own_adamw": (OWN_OPTIMIZER, "        self.optimizer = optimizer = torch.optim.AdamW([self.params[0]], lr=0.1)\n"),
+    "does_not_gather": (GATHER, ""),
+    "keeps_old_gradients": (ZERO, "        pass\n"),
+    "one_rank_does_not_count": (
+        REDUCE,
+        "        if dist.get_rank() == 1:\n            self.gradients.zero_()\n" + REDUCE,
+    ),
+    "keeps_the_last_micro_batch": (FORWARD, "        self.gradients.zero_()\n" + FORWARD),
+    "reduces_part_of_the_buffer": (REDUCE, "        dist.all_reduce(self.gradients[: -self.world_size * 64])\n"),
+    "clips": (MEAN, MEAN + "        self.gradients *= min(1, 1 / self.gradients.norm())\n"),
+}
+CORRECT = {
+    "as_on_the_page": (MEAN, MEAN),
+    "divides_first": (REDUCE + MEAN, MEAN + REDUCE),
+    "divides_each_loss": (
+        REDUCE + MEAN,
+        "        self.gradients *= 1 / self.world_size\n" + REDUCE,
+    ),
+    "has_a_server": (REDUCE, "        dist.reduce(self.gradients, 0)\n        dist.broadcast(self.gradients, 0)\n"),
+    "gathers_and_adds_backwards": (
+        REDUCE,
+        "        parts = [torch.empty_like(self.gradients) for _ in range(self.world_size)]\n"
+        "        dist.all_gather(parts, self.gradients)\n"
+        "        self.gradients.copy_(sum(reversed(parts)))\n",
+    ),
+    "passes_gradients_around_a_ring": (
+        REDUCE,
+        "        rank, passed, total = dist.get_rank(), self.gradients.clone(), self.gradients.clone()\n"
+        "        for _ in range(self.world_size - 1):\n"
+        "            sending = dist.isend(passed, (rank + 1) % self.world_size)\n"
+        "            received = torch.empty_like(passed)\n"
+        "            dist.recv(received, (rank - 1) % self.world_size)\n"
+        "            sending.wait()\n"
+        "            total += received\n"
+        "            passed = received\n"
+        "        self.gradients.copy_(total)\n",
+    ),
+    "reduces_parameter_by_parameter": (
+        REDUCE,
+        "        for param in reversed(self.params):\n            dist.all_reduce(param.grad)\n",
+    ),
+    "does_not_align": (SIZES, "[p.numel() for p in self.params]"),
+}
+
+
+def changed(old: str, new: str) -> str:
+    """The listing with `new` in place of `old`."""
+    assert LISTING.count(old) == 1, f"docs/your-engine.md has no such lines: {old}"
+    return LISTING.replace(old, new)
