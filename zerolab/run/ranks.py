@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
+
 from zerolab.run.parent import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,13 +97,19 @@ def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM)
     """Let the process have so many seconds to end by itself, then end its session.
 
     First by the signal `by`: at SIGTERM torchrun ends its ranks, at SIGABRT Python's fault handler prints where each
-    thread is. Ranks also end with a torchrun that is killed (zerolab/run/parent.py).
+    thread is. What is left of its children after that is killed, because torchrun gives each rank its own session.
     """
-    for wait, number in ((seconds, by), (ENDING, signal.SIGKILL)):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait)
-            return
-        os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, by)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.kill()
     process.wait()
 
 
