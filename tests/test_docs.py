@@ -200,9 +200,8 @@ def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
     assert steps == [[100, 200], [300]]
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [4, 8])
 def test_three_dimensions_train(tmp_path, number):
     script = code("PipelineStage", "docs/groups.md").replace("range(100)", "range(25)")
     found = losses(tmp_path / "three_dimensions.py", script, number)

@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_named_below_the_results():
     assert "error: cannot write /dev/full: No space left on device" in result.stderr, result.stderr
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_referee_in_bfloat16(tmp_path):
     """The tables name the dtype. tests/conformance compares the training."""
     file = tmp_path / "out.json"
@@ -132,7 +132,7 @@ def wrapped_by_size() -> dict:
 
 # ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
 @pytest.mark.long
-@pytest.mark.parametrize("stage, sent", (pytest.param("zero1", "3.000", marks=pytest.mark.long), ("zero3", None)))
+@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
 def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
     trace = tmp_path / "trace.json"
     # Two micro-batches change nothing in what ZeRO-1 sends.

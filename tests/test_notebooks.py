@@ -100,7 +100,7 @@ def executed(request):
         return dict(zip(asked, pool.map(execute, asked)))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @each
 def test_it_runs_to_the_end(file, executed):
     result = executed[file]

@@ -202,7 +202,7 @@ def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monke
 CARD = 75e9  # bytes, of a card that is sold as 80 GB
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", report.SIZES.memory)
 def test_what_is_allocated_on_one_gpu_fits_or_is_meant_not_to(preset):
     """By the dry run: what fits on no CPU, and could only be tried on the card."""

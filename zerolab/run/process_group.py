@@ -179,4 +179,5 @@ def run(main) -> None:
 
 def lost(said: str) -> bool:
     """Whether an error's message comes from a rank that waited for another rank in vain."""
-    return any(sign in said for sign in ("waited in vain", "imed out", "onnection closed", "onnection reset", "peer"))
+    signs = "waited in vain", "imed out", "timeout", "onnection closed", "onnection reset", "pair closure", "peer"
+    return any(sign in said for sign in signs)
