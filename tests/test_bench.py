@@ -50,7 +50,7 @@ def swept() -> dict[str, dict[str, dict]]:
     return {sweep: bench.measure_together(own, batch, options, me) for sweep, own in variants.items()}
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_every_sweep_runs_and_its_choices_differ_in_what_they_say():
     found = run_on_ranks(2, swept)[0]
 

@@ -1000,7 +1000,6 @@ def empty_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("chapter", ["zero1", "zero2", "zero3"])
 def test_a_chapter_runs_by_torchrun_in_an_empty_folder(chapter, empty_folder):
     """It needs only torch and earlier chapters, learns, prints what each rank holds, and ends without a warning."""

@@ -167,7 +167,7 @@ def code(containing: str, page: str = "README.md") -> str:
     return block.partition("\n")[2].removesuffix("```")
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_chapters_step_is_traced():
     result = started.launch("zero1", "2", "--device", "cpu")
     assert result.returncode == 0, result.stderr[-3000:]

@@ -334,7 +334,6 @@ def test_a_folder_of_submissions(tmp_path, capsys, monkeypatch):
         assert f"{Path(each['file']).name} {points}" in printed
 
 
-@pytest.mark.long
 def test_one_file_its_hints_and_its_exit_status(tmp_path, capsys, monkeypatch):
     file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))

@@ -32,7 +32,6 @@ from zerolab.run.ranks import ROOT
 from zerolab.teach.exercises import EXERCISES
 
 
-@pytest.mark.long
 def test_the_referee_compares(tmp_path):
     file = tmp_path / "out.json"
     options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2", "--slow-rank", "1:0.01")

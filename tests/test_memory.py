@@ -32,7 +32,7 @@ def dry(name: str, *argv: str, device: str = "fake") -> dict:
 
 @pytest.mark.parametrize(
     "name, gigabytes",
-    (thorough("zero1", 63), thorough("zero2", 38.5), pytest.param("zero3", 14, marks=pytest.mark.long)),
+    (thorough("zero1", 63), thorough("zero2", 38.5), thorough("zero3", 14)),
 )
 def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
     row = dry_run_of_articles(name)  # run once for this and for the articles' tests
@@ -79,18 +79,16 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     assert seen.peak == pytest.approx(state, rel=0.03)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", CHAPTERS)
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.long), thorough("zero1"), thorough("zero3")])
 def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
     row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--batch", "3", "--accumulate", "3")
     assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, more",
     (
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.long),
         thorough(3, ["--dtype", "bf16"]),
         thorough(8, ["--checkpoint-activations", "--batch", "3"]),
     ),
@@ -110,7 +108,7 @@ def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
         pytest.param("ddp", "tiny", [], marks=pytest.mark.long),
         thorough("ddp", "tiny", ["--dtype", "bf16"]),
         thorough("ddp", "tiny", ["--checkpoint-activations"]),
-        *(pytest.param(stage, "toy", [], marks=pytest.mark.long) for stage in CHAPTERS),
+        *(thorough(stage, "toy", []) for stage in CHAPTERS),
     ],
     ids=str,
 )

@@ -79,7 +79,6 @@ def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
     assert all_end(pids)
 
 
-@pytest.mark.long
 def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start, tmp_path):
     there = start("")
     (tmp_path / "ranks.py").write_text("nonsense\n")

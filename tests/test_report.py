@@ -180,7 +180,7 @@ def test_every_command_is_one_that_its_program_accepts(gpus, tmp_path, monkeypat
     assert len({command.line for command in chosen}) == len(chosen)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_an_engine_that_does_not_fit_has_a_prediction_and_nothing_measured(monkeypatch):
     """The rows of a GPU, without one: the dry run replaces real allocations. Its prediction is made meanwhile."""
     asked = one_gpu.of_memory("toy", "8", "--engines", "ddp,zero3")

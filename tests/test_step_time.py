@@ -286,7 +286,7 @@ def test_waiting_is_right_when_the_clocks_differ():
     raise AssertionError((fast, slow))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_micro_batches_and_recomputation_change_bytes_and_not_losses():
     sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
     for engine, (plain, parts, recomputed) in run_on_ranks(2, trained_in_parts)[0].items():
