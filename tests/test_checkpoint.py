@@ -646,6 +646,35 @@ def test_a_damaged_checkpoint_is_refused(ranks, damage, file, error, text, tmp_p
 
 @two_ranks
 @on_every_rank
+def test_the_newest_good_checkpoint_is_loaded(ranks, tmp_path):
+    """Damaged ones are skipped, with a warning by rank 0. If none is good it is an error; without any, None."""
+    engine = build(ZeRO2Engine)
+    assert checkpoint.load_newest(engine, tmp_path) is None
+    states = []
+    for step in range(3):
+        train(engine, range(step, step + 1))
+        states.append(state_of(engine))
+        checkpoint.save(engine, tmp_path, step=step)
+    if dist.get_rank() == 0:
+        flip(tmp_path / "000003" / "__1_0.distcp")
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert checkpoint.load_newest(engine, tmp_path) == (tmp_path / "000002", {"step": 1})
+    messages = [str(warning.message) for warning in caught if "not loaded" in str(warning.message)]
+    assert len(messages) == (dist.get_rank() == 0) and all("000003/__1_0.distcp" in message for message in messages)
+    same_states(state_of(engine), states[1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for folder in ("000001", "000002"):
+            remove(tmp_path / folder / "SHA256SUMS")
+    dist.barrier()
+    raised_on_every_rank(RuntimeError, "is good", checkpoint.load_newest, engine, tmp_path)
+    same_states(state_of(engine), states[1])
+
+
+@two_ranks
+@on_every_rank
 def test_a_model_on_meta_does_not_load_a_damaged_folder(ranks, tmp_path):
     """A damaged or unsafe folder raises an error on all ranks there too."""
     engine = build(ZeRO1Engine)

@@ -76,7 +76,7 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
     assert "Stopped on request after step" in first.stdout and "Run the same command to continue" in first.stdout
     # The stacks of the rank that hangs, and of the rank that waits for it.
     assert "Timeout" in first.stderr and "in hang" in first.stderr and "in wait" in first.stderr, first.stderr
-    assert "not loaded: rank" in second.stdout and str(damaged) in second.stdout, second.stdout
+    assert "not loaded: rank" in second.stderr and str(damaged) in second.stderr, second.stderr
     assert "continuing after step" in second.stdout and "in hang_and_write" in second.stderr, second.stderr
     assert f"Done after step {STEPS} of {STEPS}" in second.stdout and "the model writes" in second.stdout
 

@@ -9,21 +9,20 @@ import faulthandler
 import math
 import signal
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from zerolab.engine import checkpoint
-from zerolab.engine.together import all_succeed, on_all_ranks
-from zerolab.run import commands, engines, folder_lock, journal, process_group
+from zerolab.engine.together import all_succeed
+from zerolab.run import commands, engines, evaluation, folder_lock, journal, process_group
 from zerolab.run.data import Batches, load_text, split
-from zerolab.run.model import GPT, next_token_loss, preset, sample
+from zerolab.run.model import GPT, next_token_loss, preset
 
 WARMUP = 10  # steps in which the learning rate grows
 LARGEST_NORM = 1.0  # of the gradients: larger ones are clipped to it
 PRINT_EVERY = 10  # steps
-EVALUATED = 4  # batches, of text that is not trained on
-PROMPT, SAMPLE = 32, 64  # bytes: the model continues the first 32 bytes of that text
 EARLY = 0.8  # of the collectives' timeout, whose own error would end a rank before it could show where it hangs
 
 
@@ -45,8 +44,8 @@ class Training:
         self.batches = Batches(text, options.global_batch, self.config.seq, options.seed, me.device)
         self.unseen = Batches(end, options.global_batch, self.config.seq, options.seed, me.device)
         model = GPT(self.config, options.seed).to(me.device)
-        on_gpu = me.device.type != "cpu"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, fused=on_gpu)
+        fused = me.device.type != "cpu"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, fused=fused)
         more = {"dtype": engines.DTYPES[options.dtype], "engine": True}  # the chapters cannot clip
         self.engine = engines.build(options.stage, model, optimizer, me.device, **more)
         self.saving = self.journal = None
@@ -64,10 +63,7 @@ class Training:
         if leave:
             self.me.print(f"Stopped on request {where}. Run the same command to continue.")
         else:
-            self.engine.model.eval()
-            prompt = bytes(self.unseen.text[:PROMPT].tolist())
-            written = sample(self.forward, prompt, SAMPLE, self.config, self.options.seed, self.me.device)
-            self.me.print(f"After {prompt!r} the model writes {written!r}.")
+            self.me.print(evaluation.continue_text(self.engine.model, self.forward, self.config, self.unseen))
             self.me.print(f"Done {where}. To train longer, run it with a larger --steps.")
         faulthandler.cancel_dump_traceback_later()
 
@@ -86,7 +82,8 @@ class Training:
         numbers = {"loss": loss, "norm": norm.item(), "lr": lr, "tokens_per_s": tokens}
         due = self.step % self.options.save_every == 0 or self.step == self.options.steps
         if due:
-            numbers["evaluation_loss"] = self.evaluate()
+            loss_of = partial(self.loss, self.unseen)
+            numbers["evaluation_loss"] = evaluation.mean_loss(self.engine.model, loss_of)
         if self.journal:
             self.journal.write(self.step, numbers, ranks=self.me.world_size, preset=self.options.preset)
         if leave or due or self.step % PRINT_EVERY == 0:
@@ -108,8 +105,7 @@ class Training:
         return loss.detach(), norm
 
     def loss(self, batches: Batches, step: int) -> torch.Tensor:
-        """This rank's part of the batch's mean loss. All ranks together have the whole batch, so the run is the same
-        on any number of ranks."""
+        """This rank's part of the mean loss of a batch, which is the same on any number of ranks."""
         inputs, targets = batches.part(step, self.me.rank, self.me.world_size)
         return next_token_loss(self.forward(inputs), targets) * len(inputs) / self.options.global_batch
 
@@ -121,15 +117,6 @@ class Training:
         """If the next call of this comes too late, this rank prints where each of its threads is, and exits."""
         faulthandler.dump_traceback_later(EARLY * commands.timeout(), exit=True)
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """The mean loss on some text that is not trained on. All ranks call it."""
-        self.engine.model.eval()
-        loss = sum(self.loss(self.unseen, index) for index in range(EVALUATED)) / EVALUATED
-        self.engine.model.train()
-        dist.all_reduce(loss)
-        return loss.item()
-
     def save(self) -> None:
         """Training continues as soon as this rank's part is copied."""
         self.finish_save()
@@ -137,26 +124,18 @@ class Training:
 
     def finish_save(self) -> None:
         """Wait for the last save. Raises RuntimeError if it failed."""
-        if self.saving is None:
-            return
-        self.makes_progress()
-        self.me.print("saved by", self.saving.result())
+        if self.saving:
+            self.makes_progress()
+            self.me.print("saved by", self.saving.result())
         self.saving = None
 
     def load(self) -> None:
         """From the newest good checkpoint. Without any the run begins."""
-        folder = self.options.folder
-        found = on_all_ranks(lambda: checkpoint.complete(folder) if self.me.rank == 0 else None, None)[0]
-        for path in reversed(found):
-            try:
-                self.step = checkpoint.load(self.engine, path)["step"]
-            except checkpoint.Damaged as error:
-                self.me.print(f"not loaded: {error}")
-                continue
+        loaded = checkpoint.load_newest(self.engine, self.options.folder)
+        if loaded:
+            path, extra = loaded
+            self.step = extra["step"]
             self.me.print(f"continuing after step {self.step}, from {path}")
-            return
-        if found:
-            raise RuntimeError(f"no checkpoint in {str(folder)!r} is good. To start over, take another --folder")
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ files when it reads them.
 | `metadata.py` | reading DCP's list of contents, a pickle, without running code |
 """
 
-from zerolab.engine.checkpoint.loading import load
+from zerolab.engine.checkpoint.loading import load, load_newest
 from zerolab.engine.checkpoint.reader import Damaged, Unsafe, complete, newest
 from zerolab.engine.checkpoint.saving import Saved, async_save, save
 
-__all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "newest", "save"]
+__all__ = ["Damaged", "Saved", "Unsafe", "async_save", "complete", "load", "load_newest", "newest", "save"]

@@ -7,13 +7,14 @@ into the model's own tensors while it reads.)
 """
 
 import copy
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerolab.engine import offload
-from zerolab.engine.checkpoint.reader import Folder, newest
+from zerolab.engine.checkpoint.reader import Damaged, Folder, complete, newest
 from zerolab.engine.checkpoint.saving import as_piece, refuse_tensor_parallel, wait_for_last
 from zerolab.engine.checks import shorten
 from zerolab.engine.state_dict import own_parts, plain_name, split_state_dict
@@ -40,6 +41,25 @@ def load(engine, folder):
     write_tensors(engine, tensors)
     write_optimizer(engine, options, states)
     return extra
+
+
+def load_newest(engine, folder):
+    """Load the newest checkpoint in `folder` that is not damaged. Returns (its path, `extra`), or None. A collective.
+
+    None: there is no checkpoint. Rank 0 warns of each one that is skipped. Raises RuntimeError if all are damaged.
+    """
+    everyone = engine.options.everyone
+    first = dist.get_rank(everyone) == 0
+    found = on_all_ranks(lambda: complete(folder) if first else None, everyone)[0]
+    for path in reversed(found):
+        try:
+            return path, load(engine, path)
+        except Damaged as error:
+            if first:
+                warnings.warn(f"not loaded: {error}", stacklevel=2)
+    if found:
+        raise RuntimeError(f"no checkpoint in {str(folder)!r} is good. To start over, use another folder")
+    return None
 
 
 def read(engine, source, rank):
