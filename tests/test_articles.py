@@ -31,14 +31,10 @@ SLOW = {  # dry runs of large models
     "stages_need_63_38_and_14_gb",
     "zero3_needs_8_times_less",
     "fsdp_runs_7b_on_14_gb",
-    "out_of_memory_before_the_first_micro_batch",
     "zero3_needs_16_gb",
     "zero3_fits_an_a100_with_40_gb",
-    "optimizer_state_is_the_largest_part",
     "activations_of_70b_are_30_to_50_gb",
     "activations_of_7b_are_4_gb",
-    "activations_grow_with_batch_sequence_and_width",
-    "real_memory_is_above_the_ideal",
 }
 
 

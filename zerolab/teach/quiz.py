@@ -73,11 +73,11 @@ ASKED = (
     "zero3_needs_no_last_all_gather",
     "large_buckets_spike_memory",
     "reduction_overlaps_with_the_update",
-    "all_reduce_sends_the_buffer_almost_twice",
+    "zero3_frees_a_layer_after_use",
     "zero3_gathers_a_layer_three_times",
     "zero3_sends_half_more_than_ddp",
     "each_stage_sends_more",
-    "optimizer_state_is_the_largest_part",
+    "zero1_adds_no_communication",
 )
 VOTES = {"holds": "holds", "depends": "depends", "does not hold": "not"}  # the correct vote, by verdict
 

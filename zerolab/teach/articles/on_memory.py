@@ -34,7 +34,6 @@ from zerolab.teach.articles.runs import (
     parameters_of,
     recomputed_activations,
     recomputed_gpt,
-    saved_bytes,
     small_gpt,
     step,
     whole_model,
@@ -96,29 +95,6 @@ def fsdp_runs_7b_on_14_gb() -> Outcome:
     )
 
 
-@claim((WORDPRESS, "The Memory Redundancy Tax in DDP"))
-def out_of_memory_before_the_first_micro_batch() -> Outcome:
-    """Under DDP a GPU with 80 GB is out of memory before the first micro-batch of a 7B model in float32."""
-    parameters, gradients, optimizer = held_gb("ddp")
-    later = parameters + gradients + optimizer
-    return depends_on(
-        "Before the first batch there are only parameters. AdamW makes its state at the end of the first step: that "
-        "step fails.",
-        met=later > 80,
-        otherwise=parameters > 80,
-        found=f"{parameters:.4g} GB before the first batch, {later:.4g} GB after the first step",
-    )
-
-
-@claim((SHARDING_STATE, "2. ZeRO Stages"))
-def real_memory_is_above_the_ideal() -> Outcome:
-    """Real memory is higher than the sharded state: gathered parameters, activations and buffers are added."""
-    row = dry_run("zero3")
-    state, peak = sum(held_gb("zero3")), peak_gb("zero3")
-    parts = ", ".join(f"{part} {nbytes / GB:.4g}" for part, nbytes in row["peak_parts"].items() if nbytes > 0.01 * GB)
-    return holds_if(peak > state, f"ZeRO-3, 7B on 8 ranks: {state:.4g} GB held, {peak:.4g} GB at the peak ({parts})")
-
-
 @claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B, 8 GPUs"))
 def zero3_needs_16_gb() -> Outcome:
     """Parameters 1.75, gradients 3.5, Adam 7 and activations 4 are 16.25 GB in mixed precision."""
@@ -142,19 +118,6 @@ def zero3_fits_an_a100_with_40_gb() -> Outcome:
     )
 
 
-@claim((FRAMEWORKS, "Act II: ZeRO and FSDP"))
-def ddp_keeps_4_redundant_copies() -> Outcome:
-    """DDP stores 4 redundant copies of the optimizer state."""
-    needed = step("single").held["optimizer"]
-    copies = {ranks: ranks * step("ddp", ranks=ranks).held["optimizer"] / needed for ranks in (2, 5, 8)}
-    return depends_on(
-        "It holds for N = 5 GPUs: there are N copies, of which N - 1 are redundant.",
-        met=close(copies[5], 5),
-        otherwise=close(copies[2], 5) or close(copies[8], 5),
-        found=f"copies on all ranks: {copies[2]:.4g} of 2 ranks, {copies[5]:.4g} of 5, {copies[8]:.4g} of 8",
-    )
-
-
 @claim((FRAMEWORKS, "Figure 2"))
 def memory_falls_linearly_with_gpus() -> Outcome:
     """The ZeRO stages reduce memory per GPU linearly with the number of GPUs."""
@@ -165,39 +128,6 @@ def memory_falls_linearly_with_gpus() -> Outcome:
         otherwise=close(saved["zero1"], 4, within=0.02) or close(saved["zero2"], 4, within=0.02),
         found=f"state on 8 ranks over state on 32: ZeRO-1 {saved['zero1']:.4g}, ZeRO-2 {saved['zero2']:.4g}, "
         f"ZeRO-3 {saved['zero3']:.4g}",
-    )
-
-
-@claim((SCALING, "Comparison Table: DDP vs. ZeRO vs. FSDP"))
-def who_keeps_full_copies() -> Outcome:
-    """DDP keeps parameters and optimizer state in full, ZeRO-1 and -2 the parameters only, ZeRO-3 and FSDP neither."""
-    expected = {"ddp": (1, 1), "zero1": (1, 1 / 8), "zero2": (1, 1 / 8)}
-    expected |= {"zero3": (1 / 8, 1 / 8), "fsdp2": (1 / 8, 1 / 8)}
-    whole, found, true = step("single").held, [], True
-    for name, shares in expected.items():
-        held = step(name).held
-        parameters, optimizer = held["parameters"] / whole["parameters"], held["optimizer"] / whole["optimizer"]
-        true = true and close(parameters, shares[0]) and close(optimizer, shares[1])
-        found.append(f"{name} {parameters:.3f} and {optimizer:.3f}")
-    return holds_if(true, f"share of parameters and of optimizer state on one of 8 ranks: {', '.join(found)}")
-
-
-@claim((SCALING, "ZeRO-1: Optimizer State Sharding"))
-def optimizer_state_is_the_largest_part() -> Outcome:
-    """The optimizer state takes the largest part of the memory."""
-    parts, largest = {}, {}
-    for name in ("ddp", "zero3"):
-        parts[name] = dry_run(name)["peak_parts"]
-        largest[name] = max(parts[name], key=parts[name].get)
-    found = []
-    for name, nbytes in parts.items():
-        optimizer, kept = nbytes["optimizer"] / GB, nbytes["activations"] / GB
-        found.append(f"{name} {optimizer:.4g} of optimizer state, {kept:.4g} of activations")
-    return depends_on(
-        "It holds while the state is whole on every rank. Cut by 8, it is smaller than the activations.",
-        met=largest["ddp"] == "optimizer",
-        otherwise=largest["zero3"] == "optimizer",
-        found=f"GB at the peak, 7B, 1 x 2,048 tokens: {'; '.join(found)}",
     )
 
 
@@ -329,22 +259,6 @@ def zero_leaves_activations_as_they_are() -> Outcome:
     )
 
 
-@claim((MULTIPLE_GPUS, "The Memory Problem in DDP"))
-def activations_grow_with_batch_sequence_and_width() -> Outcome:
-    """Activations scale with batch size, sequence length and the number of neurons."""
-    once = saved_bytes("tiny", 2, 64)
-    grown = [saved_bytes("tiny", 4, 64), saved_bytes("tiny", 2, 128), saved_bytes("tiny", 2, 64, width=512)]
-    batch, seq, width = (nbytes / once for nbytes in grown)
-    scores = saved_bytes("tiny", 2, 128, keep_scores=True) / saved_bytes("tiny", 2, 64, keep_scores=True)
-    return depends_on(
-        "It holds for fused attention. Attention that keeps its scores grows with the square of the sequence.",
-        met=all(close(ratio, 2, within=0.05) for ratio in (batch, seq, width)),
-        otherwise=close(scores, 2, within=0.05),
-        found=f"bytes kept, doubled batch x{batch:.4g}, sequence x{seq:.4g}, width x{width:.4g}; "
-        f"sequence with scores kept x{scores:.4g}",
-    )
-
-
 @claim((FRAMEWORKS, "Concrete Memory Math for ZeRO-3 on 7B, 8 GPUs"))
 def activations_of_7b_are_4_gb() -> Outcome:
     """4 sequences of 2,048 tokens need about 4 GB of activations in a 7B model (elsewhere it says 20 to 40 GB)."""
@@ -433,14 +347,9 @@ CLAIMS = [
     stages_need_63_38_and_14_gb,
     zero3_needs_8_times_less,
     fsdp_runs_7b_on_14_gb,
-    out_of_memory_before_the_first_micro_batch,
-    real_memory_is_above_the_ideal,
     zero3_needs_16_gb,
     zero3_fits_an_a100_with_40_gb,
-    ddp_keeps_4_redundant_copies,
     memory_falls_linearly_with_gpus,
-    who_keeps_full_copies,
-    optimizer_state_is_the_largest_part,
     zero2_frees_gradients_in_backward,
     large_buckets_spike_memory,
     zero3_frees_a_layer_after_use,
@@ -449,7 +358,6 @@ CLAIMS = [
     float32_gradients_and_adam_make_16_bytes,
     stages_in_mixed_precision,
     zero_leaves_activations_as_they_are,
-    activations_grow_with_batch_sequence_and_width,
     activations_of_7b_are_4_gb,
     activations_of_70b_are_30_to_50_gb,
     recomputing_needs_8_times_less,

@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerolab.measure.fake_ranks import fake_ranks
-from zerolab.measure.sweeps import layers
 from zerolab.measure.traffic import TrafficLedger, kind_of
-from zerolab.teach import by_hand
 from zerolab.teach.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,
@@ -49,18 +47,6 @@ from zerolab.teach.articles.runs import (
 def sent_by(*names: str) -> str:
     """For each engine what a rank sends in a step."""
     return ", ".join(f"{name} {step(name).sent:.4g}Ψ" for name in names)
-
-
-@claim((FRAMEWORKS, "Data Parallelism (DDP)"))
-def all_reduce_sends_the_buffer_almost_twice() -> Outcome:
-    """An all-reduce sends 2 (N-1)/N of the buffer."""
-    buffers = [[shard + rank for shard in range(8)] for rank in range(8)]
-    sums = [sum(column) for column in zip(*buffers)]
-    sent = by_hand.ring(buffers, by_hand.reduce_round) + by_hand.ring(buffers, by_hand.gather_round)
-    return holds_if(
-        buffers == [sums] * 8 and sent / 8 == 2 * 7 / 8,
-        f"a ring of 8 ranks: {sent / 8} of the buffer per rank, and every rank has the sums",
-    )
 
 
 @claim((MULTIPLE_GPUS, "ZeRO-2: Gradient Partitioning"))
@@ -103,23 +89,6 @@ def zero1_adds_no_communication() -> Outcome:
         met=close(share, 1 / 8) and close(step("zero2").sent, step("ddp").sent),
         otherwise=close(step("zero1").sent, step("ddp").sent),
         found=f"{share:.4g} of DDP's optimizer state; sent per step: {sent_by('ddp', 'zero2', 'zero1')}",
-    )
-
-
-@claim(
-    (MULTIPLE_GPUS, "Conclusion"),
-    (SHARDING_STATE, "4. Communication Tradeoff"),
-    (WORDPRESS, "The Trade-off: Latency vs. Memory"),
-)
-def memory_is_paid_for_with_communication() -> Outcome:
-    """ZeRO exchanges memory for communication."""
-    ddp, zero2, zero3 = step("ddp"), step("zero2"), step("zero3")
-    return depends_on(
-        "It holds for ZeRO-3. ZeRO-2 sends what DDP sends, and holds a third of it.",
-        met=zero3.state < ddp.state and zero3.sent > ddp.sent,
-        otherwise=zero2.state < ddp.state and zero2.sent > ddp.sent,
-        found=f"{sent_by('ddp', 'zero2', 'zero3')}; bytes held per parameter: "
-        f"ddp {ddp.state:.4g}, zero2 {zero2.state:.4g}, zero3 {zero3.state:.4g}",
     )
 
 
@@ -176,20 +145,6 @@ def accumulation_saves_all_reduces() -> Outcome:
         met=quiet == 1,
         otherwise=plain == 1,
         found=f"4 micro-batches with DDP: {quiet:.4g} times the all-reduces of one with no_sync(), {plain:.4g} without",
-    )
-
-
-@claim((SHARDING_STATE, "7. Production Debugging"))
-def bad_wrapping_gathers_too_often() -> Outcome:
-    """Bad automatic wrapping causes excessive all-gathers."""
-    choices = {"layer": step("zero3", gpt, units=layers), "block": step("zero3", gpt)}
-    choices["model"] = step("zero3", gpt, units=whole_model)
-    count = {name: one.count(GATHER) for name, one in choices.items()}
-    return holds_if(
-        count["layer"] >= 16 and count["block"] <= 5 and close(choices["layer"].sent, choices["block"].sent),
-        f"all-gathers of a step, a GPT of 2 blocks: {count['layer']} with a unit per layer, "
-        f"{count['block']} with one per block, {count['model']} for the model as one unit; "
-        "layers and blocks send the same",
     )
 
 
@@ -381,16 +336,13 @@ def ddp_overlaps_by_itself() -> Outcome:
 
 
 CLAIMS = [
-    all_reduce_sends_the_buffer_almost_twice,
     zero2_saves_bandwidth,
     zero2_costs_what_zero1_does,
     zero1_adds_no_communication,
-    memory_is_paid_for_with_communication,
     each_stage_sends_more,
     zero3_sends_half_more_than_ddp,
     fsdp_is_zero3,
     accumulation_saves_all_reduces,
-    bad_wrapping_gathers_too_often,
     zero3_gathers_a_layer_three_times,
     fully_shard_goes_on_layers_and_model,
     ranks_compute_what_one_process_does,
