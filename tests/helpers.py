@@ -13,6 +13,7 @@ import copy
 import functools
 import importlib
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -132,6 +133,7 @@ class Pool:
 def serve(rank, ranks, timeout, folder, pipe):
     """The program of a rank: call the functions that arrive in the pipe, until it closes."""
     torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does: DeepSpeed reads it
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )

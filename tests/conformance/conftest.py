@@ -47,7 +47,7 @@ def reason_against(test, one):
     stages = test.get_closest_marker("stages")
     chapters = test.get_closest_marker("chapters")
     if stages is not None and one.like not in stages.args:
-        return f"it tests only our {', '.join(stages.args)} only"
+        return f"it tests only our {', '.join(stages.args)}"
     if one.chapter and (chapters is None or chapters.args and one.like not in chapters.args):
         return "the chapter does not promise it"
     needs = test.get_closest_marker("needs")

@@ -116,6 +116,8 @@ def refuses(error, frame, one):
     in_tests = Path(frame.filename).is_relative_to(TESTS)
     if in_tests and not isinstance(error, RuntimeError):  # torch's C++ has no frames: it raises at the caller's line
         return False
+    if isinstance(error, KeyError) and not frame.line.startswith("raise"):  # a key that is missing in a dictionary
+        return False
     if one is not None and one.file:  # an error of a torch operation in a user's file is not deliberate
         own = Path(frame.filename).resolve() == Path(one.file).resolve()
         return frame.line.startswith("raise") and (own or not isinstance(error, ACCIDENTS))

@@ -24,6 +24,7 @@ class Documented:
     clips           "torch": torch's own clipping is documented to work
     plain           parameters must be contiguous and have a dimension
     drops           `step()` also clears the gradients
+    exact           it adds in DDP's order, so results equal DDP's to the bit
     dtype           the dtype in which its values are compared, and
     tolerance       how far they may be apart
     """
@@ -34,6 +35,7 @@ class Documented:
     clips: str | None = None
     plain: bool = False
     drops: bool = False
+    exact: bool = True
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-12
 
@@ -42,7 +44,9 @@ _TORCH = ("groups", "dtypes", "keywords")
 _FSDP2 = Documented(
     _TORCH, {"group": "mesh", "param_dtype": "mp_policy", "reduce_dtype": "mp_policy"}, clips="torch", plain=True
 )
-_DEEPSPEED = Documented(("groups", "keywords"), plain=True, drops=True, dtype=torch.float32, tolerance=2e-5)
+_DEEPSPEED = Documented(
+    ("groups", "keywords"), plain=True, drops=True, exact=False, dtype=torch.float32, tolerance=5e-5
+)
 OTHERS = {
     "ddp": Documented(
         _TORCH,

@@ -44,6 +44,8 @@ class Pair:
         if engine.dtype != torch.float64 and next(model.parameters()).dtype == torch.float64:
             self.cast, self.tolerance = engine.dtype, max(tolerance, engine.documented.tolerance)
             model = model.to(engine.dtype)
+            if start is not None:
+                start = start.to(engine.dtype)
         self.plain = model
         if start is None:
             # The first rank has the correct initial weights. The others must get them from it.

@@ -123,6 +123,8 @@ def test_equals_ddp_and_fsdp2_to_the_bit_on_two_ranks(engine, other, options):
 
     Both sides add the gradients of two ranks, and a + b = b + a. With more ranks the order of the sum differs.
     """
+    if not engine.ours and not engine.documented.exact:
+        pytest.skip(f"{engine.name} adds in an order of its own")
     losses, weights = train_gpt(engine, **options)
     expected_losses, expected = train_gpt(subject(other), **options)
     same(losses, expected_losses, 0, "the losses")
