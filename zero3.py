@@ -415,7 +415,7 @@ def in_backward():
 #
 # `clone` in `make_shard`         a shard is in the memory that is freed
 # `unit.wait()`                   a unit computes with whatever is in memory
-# `unit.free()` in `on_gradient`  all units are whole at the end of backward
+# `unit.free()` in `finish`       all units are whole at the end of backward
 # `if each.missing`               units that are done are gathered again, and freed only at the end of backward
 # `free_all` in `step`            a root left gathered by a forward without a backward is used with stale weights
 # `free_all` in `__call__`        the same after an evaluation, and its memory stays in use

@@ -92,7 +92,12 @@ def test_unusual_correct_engines_pass(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["9"], "N must be 1 to 8"), (["nobody"], "no engine 'nobody'"), (["missing.py"], "missing.py")],
+    [
+        (["9"], "N must be 1 to 8"),
+        (["nobody"], "no engine 'nobody'"),
+        (["fsdp1"], "no engine 'fsdp1'"),
+        (["missing.py"], "missing.py"),
+    ],
 )
 def test_a_mistake_is_one_line(arguments, message):
     """Nothing is started."""

@@ -220,6 +220,7 @@ def test_amd_gpus_are_counted_without_nvidias_tool(tmp_path, monkeypatch):
 
 def test_names_that_are_known_without_torch_are_those_of_the_modules():
     assert tuple(ENGINES) == commands.ENGINES and tuple(CHAPTERS) == commands.CHAPTERS
+    assert {command: named(command) for command in commands.BY_DEFAULT} == commands.BY_DEFAULT
     assert tuple(EXERCISES) == commands.EXERCISES and tuple(SWEEPS) == commands.SWEEPS
 
 

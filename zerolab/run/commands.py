@@ -25,6 +25,8 @@ ENGINES = (  # zerolab/run/engines.py
     *("single", "ddp", "zero1", "zero1_2psi", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "hybrid"),
     *("zero3", "zero3-prefetch0", "fsdp2", "fsdp1", "fsdp1_article", "deepspeed1", "deepspeed2", "deepspeed3"),
 )
+TIMED = ("ddp", "zero1", "zero_redundancy_optimizer", "zero2", "fsdp2_no_reshard", "zero3", "fsdp2")
+BY_DEFAULT = {"compare": ("single", *TIMED), "bench": TIMED}  # what they run without --engines
 SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")  # zerolab/measure/sweeps.py
 EXERCISES = (  # zerolab/teach/exercises
     *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),

@@ -1,7 +1,7 @@
 """The registry: every engine is an `Engine` in the list below, with its name, order, builder and look in every command.
 
-To add an engine, write a function that builds it and add an entry. `./launch.sh compare --engines NAME` then knows it;
-with the name of a command in `on`, that command runs it by default.
+To add an engine, write a function that builds it, add an entry, and add the name to `ENGINES` in commands.py, which is
+read without torch. CONTRIBUTING.md has all steps.
 """
 
 import importlib.util
@@ -78,7 +78,7 @@ class Engine:
     title        what tables and figures call it
     build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
                  parameters. It may change the optimizer, or make another one of the same class and options
-    on           the commands that run it by default
+    on           the commands that run it by default; memory, bench, plan and watch know no other engines
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter)
     promise      (what its ranks share out between steps, how many times Ψ (N-1)/N elements a rank sends in a step);
@@ -92,7 +92,7 @@ class Engine:
     needs        a package that `pip install .[peers]` installs
     file         a file of the user's (engine_file.py)
     supports     the features that this file lists in SUPPORTS
-    shade, line, mark   how figures draw it: a tone of grey, a line and a mark
+    shade, line, mark   how figures draw it: a tone of grey, and a line and a mark that no other engine has together
     """
 
     name: str

@@ -42,7 +42,7 @@ Run and measure
 ./launch.sh help                        this text; COMMAND --help lists the options of a command
 Extras
 ./launch.sh watch [ENGINE] [N]          records a step as a page for a browser
-./launch.sh plan                        predicts step times on other machines
+./launch.sh plan [N]                    predicts step times on other machines
 ./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
 Without a command: compare. Without N: a rank per GPU over NCCL (NVIDIA or AMD), or two over gloo.
@@ -172,7 +172,7 @@ def check_job(command: str, options, ranks: int, gpus: int) -> None:
     elif command in commands.CHAPTERS:
         engines = [command]
     else:
-        engines = (options.engines or "ddp,zero1,zero2,zero3,fsdp2").split(",")
+        engines = options.engines.split(",") if options.engines else commands.BY_DEFAULT[command]
     if gpus == 0 or options.device == "cpu":
         enough_memory.refuse_too_large(options, engines, ranks, world_size)
 
