@@ -19,7 +19,6 @@ import pytest
 import started
 import torch
 
-from extra.simulated_gpu.lines_that_wait import OF_CHAPTERS, OF_ENGINES, OF_LOADING, each
 from zerolab.measure import report
 from zerolab.run import engines, journal, ranks
 
@@ -240,40 +239,35 @@ def named(lines: list[str]) -> bool:
     return bool(lines) and all("stream" in line and "bytes" in line or "is freed" in line for line in lines)
 
 
-ENGINES_LINES, CHAPTERS_LINES, LOADING_LINES = each(OF_ENGINES), each(OF_CHAPTERS), each(OF_LOADING)
-
-
 @finds
 @several
-@pytest.mark.parametrize("name", ENGINES_LINES)
-def test_what_is_taken_out_is_missed(on_all, name):
-    module, old, new, stage, options = ENGINES_LINES[name]
-    for found in on_all(cases.trains_without, module=module, old=old, new=new, stage=stage, options=options):
+@pytest.mark.parametrize("stage", engines.STAGES)
+def test_copies_that_are_not_waited_for_are_found(on_all, stage):
+    for found in on_all(cases.offloads_without_waiting, stage=stage):
         assert named(found), found
         print("\n".join(found[:2]))
 
 
 @finds
 @several
-@pytest.mark.parametrize("name", CHAPTERS_LINES)
-def test_what_is_taken_out_of_a_chapter_is_missed(on_all, name):
-    module, old, new, stage, _ = CHAPTERS_LINES[name]
-    for found in on_all(cases.chapter_trains_without, module=module, old=old, new=new, stage=stage):
+@pytest.mark.parametrize("stage", engines.STAGES)
+def test_collectives_that_are_not_waited_for_are_found(on_all, stage):
+    for found in on_all(cases.chapter_trains_without_waiting, stage=stage):
         assert named(found), found
         print("\n".join(found[:2]))
 
 
 @finds
-@pytest.mark.parametrize("name", LOADING_LINES)
-def test_loading_waits_for_copies(on_gpus, name):
+@pytest.mark.parametrize("of_a_checkpoint", (False, True), ids=("a state", "a checkpoint"))
+@pytest.mark.parametrize("stage", engines.STAGES)
+def test_loading_waits_for_copies(on_gpus, stage, of_a_checkpoint):
     """On one rank. Several ranks first agree, and the host waits for that, which hides the race.
 
     Reading a checkpoint hides it too, because torch waits for the device there, although it does not promise to. So
     this test begins after everything is read.
     """
-    module, old, new, stage, _ = LOADING_LINES[name]
     for _ in range(3):  # on a busy machine something else may wait for the device, and hide the race
-        (found,) = on_gpus(1, cases.loads_without, module=module, old=old, new=new, stage=stage)
+        (found,) = on_gpus(1, cases.loads_without_waiting, stage=stage, of_a_checkpoint=of_a_checkpoint)
         if found:
             break
     assert named(found), found

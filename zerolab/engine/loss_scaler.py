@@ -45,6 +45,15 @@ class GradScaler(torch.amp.GradScaler):
         mesh = tensor_parallel.mesh_of(engine.model.parameters())
         found[device] = tensor_parallel.gather_over(mesh, overflow).amax()
 
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        """Torch's, with the scale where the gradients are: with offload it is on the host.
+
+        Torch copies the scale from the GPU to pinned memory without waiting, and the host may read it too early.
+        """
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        device = pieces[0].device if pieces else inv_scale.device
+        return super()._unscale_grads_(optimizer, inv_scale.to(device), found_inf.to(device), allow_fp16)
+
     def step(self, engine):
         """`engine.step()`, unless a rank has an infinite gradient. Unscales first if that was not done."""
         if not self.is_enabled():
