@@ -99,7 +99,15 @@ def gpt_trained(build, dtype, steps=4):
 
 
 def whole(param):
-    return (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
+    """The whole value of a parameter, also of one that FSDP2 has cut by rows. A collective.
+
+    Over gloo `full_tensor()` of a GPU's DTensor ends the process (torch 2.13), so the rows are sent as objects.
+    """
+    if not hasattr(param, "to_local"):
+        return param.detach().clone()
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, param.to_local().detach().cpu())
+    return torch.cat(rows)
 
 
 def gpt_batch(step):
