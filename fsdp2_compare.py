@@ -255,7 +255,7 @@ def main() -> None:
     runs = referee.compare()
     result = about | {"runs": runs, "match": all(run["match"] for run in runs.values())}
     file = options.json or json_file.default_name("compare") if me.rank == 0 else None
-    json_file.write(file, result, whole=False)  # for those who have no time for the third pass
+    json_file.write(file, result, whole=False)  # in case somebody stops the third pass
     if options.timed_steps:
         referee.time(runs)
     me.print("\n" + tables.wrapped(referee_report.results(result, reference(runs))))

@@ -44,14 +44,29 @@ def every_kind() -> dict[str, float]:
             dist.all_reduce(part)
             dist.all_reduce(whole)
 
+    def reduce_to_0():
+        dist.reduce(whole, 0)
+
+    def gather_to_1():
+        dist.gather(part, parts if rank == 1 else None, dst=1)
+
+    def scatter_from_1():
+        dist.scatter(part, parts if rank == 1 else None, src=1)
+
+    def all_to_all_single():
+        dist.all_to_all_single(torch.empty_like(whole), whole)
+
+    def functional_all_to_all():
+        functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum()
+
     calls = {
-        "reduce": lambda: dist.reduce(whole, 0),
-        "gather to 1": lambda: dist.gather(part, parts if rank == 1 else None, dst=1),
-        "scatter from 1": lambda: dist.scatter(part, parts if rank == 1 else None, src=1),
-        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "reduce": reduce_to_0,
+        "gather to 1": gather_to_1,
+        "scatter from 1": scatter_from_1,
+        "all_to_all_single": all_to_all_single,
         "batch_isend_irecv": batch_isend_irecv,
         "coalesced": in_two_buffers,
-        "functional": lambda: functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum(),
+        "functional": functional_all_to_all,
         "barrier": dist.barrier,
     }
     sent = {}

@@ -292,11 +292,19 @@ def test_the_optimizers_zero_grad_is_refused(engine):
     pair.train()
 
 
-MOVES = {
-    "float": lambda model: model.float(),
-    "there and back": lambda model: model.float().double(),
-    "data": lambda model: setattr(model.head.bias, "data", torch.zeros(3, dtype=torch.float64)),
-}
+def to_float(model):
+    model.float()
+
+
+def there_and_back(model):
+    model.float().double()
+
+
+def new_data(model):
+    model.head.bias.data = torch.zeros(3, dtype=torch.float64)
+
+
+MOVES = {move.__name__: move for move in (to_float, there_and_back, new_data)}
 
 
 @pytest.mark.stages("zero1", "zero2")
@@ -316,18 +324,49 @@ def test_a_model_that_moves_after_the_build_is_refused(engine, move):
 
 # ZeRO-3's freed weights.
 
-READS = {
-    "a value": lambda model: model.head.weight + 1,
-    "an item": lambda model: model.blocks[0].scale.item(),
-    "data": lambda model: model.head.weight.data,
-    "numpy": lambda model: model.head.weight.detach().numpy(),
-    "write": lambda model: model.head.weight.data.clamp_(-1, 1),
-    "initialize": lambda model: nn.init.constant_(model.head.weight, 0.1),
-    "a part of the model": lambda model: model.head(torch.zeros(1, 5, dtype=torch.float64)),
-    "deepcopy": lambda model: copy.deepcopy(model),
-    "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
-    "load": lambda model: model.load_state_dict(seeded(Blocks).state_dict()),
-}
+
+def computes(model):
+    return model.head.weight + 1
+
+
+def item(model):
+    return model.blocks[0].scale.item()
+
+
+def data(model):
+    return model.head.weight.data
+
+
+def numpy(model):
+    return model.head.weight.detach().numpy()
+
+
+def write(model):
+    model.head.weight.data.clamp_(-1, 1)
+
+
+def initialize(model):
+    nn.init.constant_(model.head.weight, 0.1)
+
+
+def part_of_the_model(model):
+    return model.head(torch.zeros(1, 5, dtype=torch.float64))
+
+
+def deepcopy(model):
+    return copy.deepcopy(model)
+
+
+def save(model):
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def load(model):
+    model.load_state_dict(seeded(Blocks).state_dict())
+
+
+ALL = (computes, item, data, numpy, write, initialize, part_of_the_model, deepcopy, save, load)
+READS = {read.__name__: read for read in ALL}
 
 
 @pytest.mark.stages("zero3")

@@ -69,11 +69,11 @@ def in_steps(trained, data, steps=2):
         trained.step()
 
 
-HELD = {  # (parameters, gradients, optimizer state) of Ψ parameters in bytes; n: number of ranks
-    "zero1": lambda psi, n: (4 * psi, 4 * psi, 8 * psi // n),
-    "zero2": lambda psi, n: (4 * psi, 4 * psi // n, 8 * psi // n),
-    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
-}
+def held_by_formula(stage, psi, n):
+    """(parameters, gradients, optimizer state) of Ψ parameters in bytes, on one of n ranks."""
+    parameters = 4 * psi // n if stage == "zero3" else 4 * psi
+    gradients = 4 * psi if stage == "zero1" else 4 * psi // n
+    return parameters, gradients, 8 * psi // n
 
 
 @pytest.mark.ranks(2, 4, thorough=(1,))
@@ -83,7 +83,7 @@ def test_held_bytes_are_the_accounting(engine):
     """Between backward and `zero_grad()` only the bytes in the chapter's accounting are alive."""
     model = seeded(Wide, dtype=torch.float32)
     psi = sum(param.numel() for param in model.parameters())
-    expected = HELD[engine.like](psi, dist.get_world_size())
+    expected = held_by_formula(engine.like, psi, dist.get_world_size())
     with Recorder(model.parameters()) as recorder:
         trained = engine(model, FUSED(model.parameters()))
         in_steps(trained, wide_batch)
@@ -98,11 +98,13 @@ def test_held_bytes_are_the_accounting(engine):
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-HELD_MIXED = {
-    "zero1": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi, 8 * psi // n),
-    "zero2": lambda psi, n: (2 * psi + 4 * psi // n, 4 * psi // n, 8 * psi // n),
-    "zero3": lambda psi, n: (4 * psi // n, 4 * psi // n, 8 * psi // n),
-}
+
+
+def held_by_formula_in_mixed_precision(stage, psi, n):
+    """As above. The whole parameters take 2 bytes each, and ZeRO-3 has none between steps; shards take 4."""
+    whole = 0 if stage == "zero3" else 2 * psi
+    gradients = 4 * psi if stage == "zero1" else 4 * psi // n
+    return whole + 4 * psi // n, gradients, 8 * psi // n
 
 
 @pytest.mark.ranks(2, thorough=(1, 4))
@@ -117,7 +119,7 @@ def test_held_bytes_in_mixed_precision(engine):
         found = held_by(trained)
         gc.collect()
         alive = recorder.live_bytes()
-    expected = HELD_MIXED[engine.like](psi, dist.get_world_size())
+    expected = held_by_formula_in_mixed_precision(engine.like, psi, dist.get_world_size())
     counters = 4 * len(updated(trained))
     assert found == (*expected[:2], expected[2] + counters)
     assert sum(found) <= alive <= sum(found) + 1000, "more is alive than parameters, gradients and state"
@@ -140,12 +142,13 @@ def test_padding_is_all_that_uneven_sizes_add(engine, model):
     assert exact <= state <= exact + padding
 
 
-PEAKS = {
-    # The accounting at the end of each chapter. Bytes: b of a bucket or unit, r of the root, h of the head's gradients.
-    "zero1": lambda psi, n, b, r, h: 8 * psi + 8 * psi / n + b,
-    "zero2": lambda psi, n, b, r, h: 4 * psi + 12 * psi / n + (2 - 1 / n) * b,
-    "zero3": lambda psi, n, b, r, h: 16 * psi / n + r + h + 4 * b - (r + 2 * b) / n,
-}
+def peak_by_formula(stage, psi, n, bucket, root, head):
+    """The accounting at the end of each chapter. Bytes: of a bucket or unit, of the root, of the head's gradients."""
+    if stage == "zero1":
+        return 8 * psi + 8 * psi / n + bucket
+    if stage == "zero2":
+        return 4 * psi + 12 * psi / n + (2 - 1 / n) * bucket
+    return 16 * psi / n + root + head + 4 * bucket - (root + 2 * bucket) / n
 
 
 def peak_of(engine, **options):
@@ -172,7 +175,7 @@ def test_peak_is_the_accounting(engine):
     unit, root, head = 4 * 256 * 256, 4 * (256 + 32 * 256), 4 * 32 * 256
     ranks = dist.get_world_size()
     if ranks > 1:
-        expected = PEAKS[engine.like](psi, ranks, unit, root, head)
+        expected = peak_by_formula(engine.like, psi, ranks, unit, root, head)
         assert expected - unit / 4 <= peak <= expected + 40_000, (expected, peak, (peak - expected) / unit)
     _, of_chapter = peak_of(subject(f"{engine.like}.py"))
     assert of_chapter <= peak <= of_chapter + 4 * len(updated(trained)), "the engine needs more than its chapter"

@@ -149,7 +149,7 @@ def add_hardware(parser) -> None:
 
 
 def add_engines(parser) -> None:
-    parser.add_argument("--engines", metavar="NAME,NAME", help="run only these (a wrong name lists all)")
+    parser.add_argument("--engines", metavar="NAME,NAME", help="run only these (an unknown name prints the list)")
 
 
 def add_engine_file(parser) -> None:
@@ -176,7 +176,7 @@ def check_engines(parser: Parser, options: argparse.Namespace) -> None:
         path = Path(given)
         if path.suffix != ".py" or not path.is_file():
             parser.error(
-                f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is none"
+                f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is not"
             )
         known.append(path.stem)
     if options.engines is None:
@@ -229,7 +229,7 @@ def check_folder(folder: Path, instead: str) -> None:
     new, file = not folder.exists(), folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(exist_ok=True)
-        file.write_bytes(bytes(4096))  # of an empty file a full disk has no complaint
+        file.write_bytes(bytes(4096))  # a full disk accepts an empty file
         file.unlink()
     except OSError as error:
         where = folder.absolute()
@@ -572,7 +572,9 @@ def conform(argv: list[str] | None = None) -> argparse.Namespace:
 
 def watch(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, and writes a page for a browser.")
-    parser.add_argument("engine", nargs="?", help="the engine to open with (default zero3; a wrong name lists all)")
+    parser.add_argument(
+        "engine", nargs="?", help="the engine to open with (default zero3; an unknown name prints the list)"
+    )
     parser.add_argument("ranks", nargs="?", help="2 to 16 (default: one per GPU, without GPUs 2)")
     add_engines(parser)
     add_engine_file(parser)
@@ -617,7 +619,7 @@ def plan(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpu", choices=gpus, default="h100", help="(default h100)")
     add("ranks", metavar="N", nargs="?", type=int, default=64, help="GPUs in all (default 64)")
     add("--ranks-per-node", type=int, default=8, help="GPUs in a node (default 8)")
-    add("--engines", metavar="NAME,NAME", help="plan only these (a wrong name lists all)")
+    add("--engines", metavar="NAME,NAME", help="plan only these (an unknown name prints the list)")
     add("--dtype", choices=("fp32", "bf16"), default="bf16", help="over float32 gradients and weights (default bf16)")
     add("--micro-batch", type=int, default=1, help="sequences per rank and backward (default 1)")
     add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")

@@ -46,7 +46,7 @@ Extras
 ./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
 Without a command: compare. Without N: a rank per GPU over NCCL (NVIDIA or AMD), or two over gloo.
-Paths begin in the current folder. Environment variables:
+Relative paths start from the current folder. Environment variables:
 PYTHON           this Python is used, and nothing is installed
 OMP_NUM_THREADS  default 1
 ZERO_TIMEOUT     seconds in which all ranks must join a collective, default 120

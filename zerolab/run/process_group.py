@@ -172,7 +172,7 @@ def run(main) -> None:
         hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
         say_error(error, hint if lost(str(error)) else "")
     except Exception:
-        traceback.print_exc()  # nothing that was foreseen: show where
+        traceback.print_exc()  # an unexpected error: show where it comes from
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 

@@ -1,4 +1,4 @@
-"""Starts torchrun, and collects what each rank reports, also of ranks that hang or die.
+"""Starts torchrun, and collects what each rank reports, even if ranks hang or die.
 
     with Ranks(["-m", "my.module", "zero2"], 2, seconds=60) as ranks:    # my.module is given ranks.folder as well
         for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank

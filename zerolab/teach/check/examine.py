@@ -28,7 +28,7 @@ from zerolab.teach.exercises.kinds import Task, WholeFile
 
 
 class Examination:
-    """Of one file, on this rank. Verdicts go to `folder`."""
+    """Checks one file on this rank, and writes the verdicts into `folder`."""
 
     def __init__(self, name: str, file: str, folder: str, seconds: float, seed: int):
         self.name, self.exercise = name, EXERCISES[name]
