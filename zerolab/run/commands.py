@@ -6,6 +6,7 @@ are answered at once, before torch is imported.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import os
@@ -235,7 +236,8 @@ def check_folder(folder: Path, instead: str) -> None:
         where = folder.absolute()
         raise ValueError(f"cannot write to {where}: {error.strerror}. Start elsewhere, or use {instead}") from error
     if new:
-        folder.rmdir()
+        with contextlib.suppress(OSError):  # another command may have put a file there meanwhile
+            folder.rmdir()
 
 
 # The commands.
