@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,9 +191,8 @@ def gloo_on_the_second_gpu() -> None:
         before = time.perf_counter()
         work.wait()
         events = [timeline.now()]
-        thread = threading.Thread(target=lambda: events.append(timeline.now()))  # memory may be freed in such a thread
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:  # memory may be freed in another thread
+            events.append(pool.submit(timeline.now).result())
         after = time.perf_counter()
     (span,) = timeline.collectives
     # Counted from the first event, and not from `opened`, before which the host may have rested.

@@ -351,7 +351,7 @@ def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
         meet(me)
 
     me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
-    with mock.patch.dict(os.environ, {"RANK": str(me.rank)}):  # ranks do not try whether runs/ is writable
+    with mock.patch.dict(os.environ, {"RANK": str(me.rank)}):  # so ranks do not check runs/
         options = referee.arguments(["--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1"])
     slow = mock.patch.object(referee.Referee, "step", slow_step)
     # As under torchrun. The pool's own store, a file, ends a wait with another error.

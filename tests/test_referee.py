@@ -48,7 +48,7 @@ def difference(file: str, accumulate: int) -> float:
     """On one rank: what the referee's first pass finds of the engine in a file."""
     with mock.patch.dict(ENGINES):
         (name,) = engine_file.enter([file], "compare")
-        with mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}):  # ranks do not try whether runs/ is writable
+        with mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}):  # so ranks do not check runs/
             options = referee.arguments(["--preset", "toy", "--engines", "ddp", "--accumulate", str(accumulate)])
         options.engines = [name]
         me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
@@ -67,7 +67,7 @@ def correct_there(name: str, world_size: int, accumulate: int) -> bool:
 
 
 def others(cases, few):
-    """The other cases, of which those on three ranks with two micro-batches are not `thorough`."""
+    """The cases that are not among `few`. Those on three ranks with two micro-batches run by default."""
     marked = []
     for case in cases:
         if case not in few:

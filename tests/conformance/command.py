@@ -26,7 +26,7 @@ def engines_of(given):
     from zerolab.run import engine_file, engines
 
     chapters = [f"{name}.py" for name in engines.CHAPTERS]
-    documented = (*engines.STAGES, *OTHERS)  # of other engines it is not known what they promise
+    documented = (*engines.STAGES, *OTHERS)  # nothing is known of what other engines promise
     names = given or [*chapters, *filter(engines.installed, engines.named("conform"))]
     found = []
     for name in names:

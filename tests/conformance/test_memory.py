@@ -101,7 +101,7 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def held_by_formula_in_mixed_precision(stage, psi, n):
-    """As above. The whole parameters take 2 bytes each, and ZeRO-3 has none between steps; shards take 4."""
+    """The same. Whole parameters take 2 bytes each, and ZeRO-3 keeps none between steps. Shards take 4 bytes each."""
     whole = 0 if stage == "zero3" else 2 * psi
     gradients = 4 * psi if stage == "zero1" else 4 * psi // n
     return whole + 4 * psi // n, gradients, 8 * psi // n

@@ -3,8 +3,8 @@
 The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
 over the model's parameters. It returns anything with `model`, `optimizer`, and either
 `training_step(inputs, targets, loss_fn)` or `__call__`, `step()` and `zero_grad()`. `COUNTERPART` names an engine that
-it is compared with, `SUPPORTS` lists features for which conformance tests test it, too, and `TITLE` is what figures
-call it.
+it is compared with, `SUPPORTS` lists more features for the conformance tests to check, and `TITLE` is what figures call
+it.
 """
 
 import contextlib
