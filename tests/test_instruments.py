@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zero3 import ZeRO3
 from zerolab import measure
+from zerolab.measure import intercept, walkthrough
 from zerolab.measure import timeline as timelines
-from zerolab.measure import walkthrough
 from zerolab.measure.held import engine_tensors, storage_bytes
 from zerolab.measure.ledger import MemoryLedger, PartsLedger
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
@@ -286,6 +286,38 @@ def test_a_storage_counts_once_and_whole():
         assert memory.peak == 4000
         del b
         assert memory.live == 0
+
+
+def test_instruments_that_listen_may_stop_in_any_order():
+    """Each sees what happens while it listens, and after the last one torch's own functions are there again."""
+    plain, calls = torch.UntypedStorage.resize_, []
+
+    def listener(name: str):
+        @contextlib.contextmanager
+        def around(storage, size):
+            calls.append((name, "before", storage.nbytes()))
+            yield
+            calls.append((name, "after", storage.nbytes()))
+
+        return around
+
+    def resized() -> list:
+        calls.clear()
+        torch.zeros(1).untyped_storage().resize_(8)
+        return [*calls]
+
+    first, second, third = map(listener, ("first", "second", "third"))
+    intercept.RESIZE.listen(first)
+    intercept.RESIZE.listen(second)
+    nested = [("first", "before", 4), ("second", "before", 4), ("second", "after", 8), ("first", "after", 8)]
+    assert resized() == nested
+    intercept.RESIZE.stop(first)  # the outer one, which a saved and restored method would not survive
+    assert resized() == [("second", "before", 4), ("second", "after", 8)]
+    intercept.RESIZE.listen(third)
+    intercept.RESIZE.stop(second)
+    assert resized() == [("third", "before", 4), ("third", "after", 8)]
+    intercept.RESIZE.stop(third)
+    assert resized() == [] and torch.UntypedStorage.resize_ is plain
 
 
 def test_a_resized_storage_counts_with_its_new_size():

@@ -8,62 +8,19 @@ import torch.distributed as dist
 
 from extra.watch.cell_ledger import CellLedger
 from extra.watch.lines import Calls, calls, calls_of_error, lines_that_run
-from extra.watch.merge_ranks import PHASES
 from extra.watch.recordable import Recordable
 from extra.watch.rows_of_cells import Row
 from extra.watch.weight_versions import WeightVersions
-from zerolab.measure.held import optimizer_of
-from zerolab.measure.timeline import COMPUTE, STEPS, Timeline, unit_names, unit_of
+from zerolab.measure.held import optimizer_of, unit_names, unit_of
+from zerolab.measure.timeline import COMPUTE, STEPS, Listener, Span, Timeline
 from zerolab.run import process_group
 from zerolab.run.process_group import Rank
 
 
-class Watched(Timeline):
-    """A timeline that calls `on_compute` when the rank begins to compute for a different unit, or in a different step.
-
-    It also keeps the calls that led to each step and collective. FSDP2's work outside the model is in a step "copies".
-    """
-
-    def __init__(self, engine, device):
-        super().__init__(engine, device)
-        self._last, self.on_compute = ("", ""), None
-        self.began_at: dict[int, Calls] = {}  # id of a step's span
-        self.issued_at: list[Calls] = []  # of each collective
-        self.ended_at: dict[int, Calls] = {}  # index of a collective
-
-    def begins(self, step: str, depth: int) -> None:
-        super().begins(step, depth)
-        self.began_at[id(self._steps[-1])] = calls()
-
-    def _collective(self, *args) -> None:
-        self.issued_at.append(calls())
-        super()._collective(*args)
-
-    def _ended(self, span, now=None) -> None:
-        if span.end is None:
-            self.ended_at[span.number] = calls()
-        super()._ended(span, now)
-
-    def under_way(self) -> set[int]:
-        """The indexes of the collectives that nobody has waited for, in the order in which they were issued."""
-        return {span.number for _, span in self._under_way.values()}
-
-    def _at_work(self, func) -> tuple[str, str]:
-        unit, step = super()._at_work(func)
-        if any(label.startswith("FSDP::") for label in self._where.labels):
-            return unit, "copies"
-        # A view computes nothing: autograd makes views of a weight before it asks for the weight itself.
-        computes = step[:1] in PHASES and func.namespace == "aten" and not func.is_view
-        if computes and self._last != (unit, step):
-            self._last = (unit, step)
-            self.on_compute(unit, step)
-        return unit, step
-
-
-class RecordingLedger(CellLedger):
+class RecordingLedger(CellLedger, Listener):
     """A `CellLedger` that also samples the weights: when a unit computes, is gathered or updated, and at the end.
 
-    It also keeps the calls that led to each computation, to the update, and to each storage that is freed.
+    It also keeps the calls that led to each event of the timeline, to the update, and to each storage that is freed.
     """
 
     def __init__(self, *args):
@@ -75,26 +32,42 @@ class RecordingLedger(CellLedger):
         if not nbytes:
             self.freed_at[len(self._events) - 1] = calls()
 
-    def start(self, timeline: Watched) -> None:
+    def start(self, timeline: Timeline) -> None:
         """The recorded step begins now, with `timeline` open."""
         self.clock, self.versions = timeline.now, WeightVersions(self.rank)
         self.updated, self.updated_at = None, ()
         self.units = units_of(self.rows, unit_names(self._engine.model))
         self.begun: list[tuple] = []  # (moment, unit, step, calls) of each computation
-        self._timeline, timeline.on_compute = timeline, self._computes
-        timeline.on_wait = lambda number: self._look(self._gathered({number}))
+        self.began_at: dict[int, Calls] = {}  # id of a step's span
+        self.issued_at: list[Calls] = []  # of each collective
+        self.ended_at: dict[int, Calls] = {}  # index of a collective
+        self._timeline = timeline
         optimizer = optimizer_of(self._engine)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
 
-    def _computes(self, unit: str, step: str) -> None:
+    def step_begins(self, step: Span, depth: int) -> None:
+        self.began_at[id(step)] = calls()
+
+    def issues(self, collective: Span) -> None:
+        self.issued_at.append(calls())
+
+    def ended(self, collective: Span) -> None:
+        self.ended_at[collective.number] = calls()
+
+    def waited(self, collective: Span) -> None:
+        self._look(self._gathered([collective]))
+
+    def computes(self, unit: str, step: str) -> None:
+        if self.begun and self.begun[-1][1:3] == (unit, step):
+            return  # it continues after a collective
         self.begun.append((self.clock(), unit, step, calls()))
         under_way = self._gathered(self._timeline.under_way())  # these weights are not complete yet
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
-    def _gathered(self, collectives: set[int]) -> set[int]:
+    def _gathered(self, collectives: list[Span]) -> set[int]:
         """The rows whose weights are in the output of these all-gathers. (FSDP2 copies them to a different place.)"""
-        gathers = {number for number in collectives if self._timeline.collectives[number].name == "all-gather"}
+        gathers = [collective.number for collective in collectives if collective.name == "all-gather"]
         rows = {self.collective_rows[number] for number in gathers} - {None}
         return {row for row in rows if not self.rows[row].stretches[0].by_parameter}
 
@@ -162,7 +135,7 @@ def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
     error, raised_at = None, ()
     memory.begin(engine)
     dist.barrier()
-    timeline = Watched(engine, me.device)
+    timeline = Timeline(engine, me.device, memory)
     try:
         with timeline:
             memory.start(timeline)
@@ -177,7 +150,7 @@ def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
     return {**_plain(memory, timeline, ended, error, me), "raised_at": raised_at}
 
 
-def _plain(memory: RecordingLedger, timeline: Watched, ended, error: str | None, me: Rank) -> dict:
+def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
     def at(moment) -> float:
         return opened + timeline.seconds(moment)
 
@@ -193,12 +166,12 @@ def _plain(memory: RecordingLedger, timeline: Watched, ended, error: str | None,
         "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes,
                      memory.freed_at.get(c.event, ()) if c.freed else ()] for c in memory.changes()],
         "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
-        "steps": [[s.name, opened + s.start, opened + s.end, timeline.began_at[id(s)]]
+        "steps": [[s.name, opened + s.start, opened + s.end, memory.began_at[id(s)]]
                   for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
         "begun": [[at(moment), unit, step, came] for moment, unit, step, came in memory.begun],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.end_known,
-                         timeline.issued_at[s.number], timeline.ended_at.get(s.number, ())]
+                         memory.issued_at[s.number], memory.ended_at.get(s.number, ())]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective.number] for w in timeline.waits],
         "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],

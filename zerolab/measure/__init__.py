@@ -24,7 +24,8 @@ Any object with `model` and `optimizer` is an engine here. One training step, wa
 held            bytes of parameters, gradients and optimizer state that this rank holds now
 ledger          live bytes and their peak, what they are for, in which step and module; out-of-memory errors with these
 traffic         every collective: its kind, its bytes, its step
-timeline        when each step, module and collective began and ended
+timeline        the recorder of a step's events: when each step, module and collective began and ended
+intercept       the one place that replaces functions of torch while the instruments are open
 watched_step    one step: bytes held right before the update, the peak, every collective
 step_time       the parts of a step's time: own work, waiting, exposed communication
 

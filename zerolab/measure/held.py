@@ -99,6 +99,24 @@ def engine_tensors(engine) -> list[torch.Tensor]:
 # A stage's layout.
 
 
+def bucket_name(engine, bucket) -> str:
+    """The name of a unit, or "bucket 2" for the third bucket."""
+    return getattr(bucket, "name", f"bucket {buckets_of(engine).index(bucket)}")
+
+
+def bucket_with(engine, tensors: list[torch.Tensor]):
+    """The bucket or unit one of whose buffers has one of `tensors`, or None. Its reduction in flight counts, too."""
+    storages = {storage_under(tensor)._cdata for tensor in tensors}
+    for bucket in buckets_of(engine):
+        buffers = tensor_leaves([bucket.flat, bucket.shard, bucket.gradient])
+        if not storages.isdisjoint(storage_under(buffer)._cdata for buffer in buffers):
+            return bucket
+    reduction = getattr(engine, "in_flight", None)  # of ZeRO-2 and -3: its tensors are new in every backward
+    if reduction is not None and storage_under(reduction.shard)._cdata in storages:
+        return reduction.bucket
+    return None
+
+
 def has_gradient_buffers(stage) -> bool:
     """Whether the gradients have whole buffers that stay from step to step: ZeRO-1's."""
     return buckets_of(stage)[0].gradient is not None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerolab.measure import intercept
 from zerolab.measure.held import (
     engine_tensors,
     held_bytes,
@@ -47,8 +48,8 @@ class MemoryLedger(TorchDispatchMode):
 
     It sees the results of every operation, so it must be open when storages are made. Or open it later:
     `with MemoryLedger(engine) as memory: engine.training_step(...)` starts with all tensors that can be reached from an
-    engine (anything with `model` and `optimizer`), and `track` adds others. While it is open,
-    `torch.UntypedStorage.resize_` is replaced, because resizing a storage is not an operation.
+    engine (anything with `model` and `optimizer`), and `track` adds others. Resizing a storage is not an operation, so
+    the ledger also listens to `resize_` (intercept.py).
     """
 
     reserved = 0  # only an allocator has some
@@ -114,24 +115,22 @@ class MemoryLedger(TorchDispatchMode):
             self.track(tensor)
         return result
 
+    @contextlib.contextmanager
+    def _around_resize(self, storage: torch.UntypedStorage, size: int):
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._out_of_memory()
+            raise
+        if storage._cdata in self._bytes:
+            self._set(storage._cdata, storage.nbytes())
+
     def __enter__(self):
-        plain = self._plain_resize = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):
-            try:
-                plain(storage, size)
-            except torch.OutOfMemoryError:
-                self._out_of_memory()
-                raise
-            if storage._cdata in self._bytes:
-                self._set(storage._cdata, storage.nbytes())
-            return storage
-
-        torch.UntypedStorage.resize_ = resize_
+        intercept.RESIZE.listen(self._around_resize)
         return super().__enter__()
 
     def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self._plain_resize
+        intercept.RESIZE.stop(self._around_resize)
         return super().__exit__(*exception)
 
 

@@ -1,18 +1,15 @@
 """The step-by-step trace that `./launch.sh zero1 2` prints: a line for each event of a training step of a chapter.
 
-A chapter has no code for this. The trace listens to a `TrafficLedger`, reads a `MemoryLedger`, and, while it is open,
-wraps the methods of this one engine that gather, free and send.
+A chapter has no code for this. The trace listens to a `Timeline` and reads a `MemoryLedger`.
 """
 
-import contextlib
 import textwrap
-from collections.abc import Callable
-from functools import partial
 
 from zerolab.measure import tables
-from zerolab.measure.held import buckets_of, has_gradient_buffers, held_bytes, storage_under, tensor_leaves
+from zerolab.measure.held import bucket_name, has_gradient_buffers, held_bytes
 from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.timeline import Span, Timeline
+from zerolab.measure.timeline import Listener, Span
+from zerolab.measure.traffic import sent_bytes
 
 BAR = 24  # characters of the longest bar
 
@@ -48,8 +45,8 @@ def held_in_words(engine) -> str:
     return ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in held_bytes(engine).items())
 
 
-class StepTrace:
-    """Lines of a step. `TrafficLedger(trace)` calls it when a numbered step begins or ends, or something is sent.
+class StepTrace(Listener):
+    """Lines of a step: `with memory, Timeline(engine, listener=StepTrace(engine, memory))`, and one training step.
 
     With several micro-batches, forwards and backwards are numbered: "Step 1 forward, micro-batch 2 of 4".
     """
@@ -57,10 +54,7 @@ class StepTrace:
     def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
         self.engine, self.memory = engine, memory
         self._micro_batches, self._begun = micro_batches, 0
-        self.open()
-
-    def open(self) -> None:
-        """The step is about to begin."""
+        self._depth = 0  # how many labelled steps are open
 
     def numbered(self, step: str) -> str:
         """The line for the beginning of "1 forward", for example."""
@@ -70,21 +64,24 @@ class StepTrace:
             return f"Step {step}, micro-batch {self._begun} of {self._micro_batches}"
         return f"Step {step}"
 
-    def begins(self, step: str, depth: int) -> None:
+    def step_begins(self, step: Span, depth: int) -> None:
+        self._depth = depth
         if depth == 1:
-            self.line(self.numbered(step))
+            self.line(self.numbered(step.name))
 
-    def ends(self, step: str, depth: int) -> None:
+    def step_ends(self, step: Span, depth: int) -> None:
+        self._depth = depth - 1
         if depth == 1:
-            self.line(f"  holds {held_in_words(self.engine)}{self.note_at_the_end(step)}")
+            self.line(f"  holds {held_in_words(self.engine)}{self.note_at_the_end(step.name)}")
 
 
 class BucketTrace(StepTrace):
     """ZeRO-1 and -2: a line per collective. Equal lines in a row become one line with a count."""
 
-    def open(self) -> None:
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        super().__init__(engine, memory, micro_batches)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
-        self._last, self._count = None, 0
+        self._last, self._count, self._live = None, 0, 0
 
     def how_to_read(self) -> str:
         """Explanation of the columns and marks. Call it after the step, because it covers only those in use."""
@@ -92,10 +89,9 @@ class BucketTrace(StepTrace):
         counted = any("  x " in line for line in self.lines)
         return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
 
-    def sends(self, collective, depth: int) -> None:
-        inside = f"{collective.step}: " if depth > 1 else ""
-        whole, sent = collective.whole_bytes / 1e6, collective.sent_bytes / 1e6
-        self.line(f"  {inside + collective.kind:<42}{whole:>10.2f}{sent:>9.2f}")
+    def issues(self, collective: Span) -> None:
+        inside = f"{collective.step}: " if self._depth > 1 else ""
+        self.line(f"  {inside + collective.name:<42}{collective.nbytes / 1e6:>10.2f}{_sent(collective) / 1e6:>9.2f}")
 
     def note_at_the_end(self, step: str) -> str:
         in_flight = getattr(self.engine, "in_flight", None)
@@ -120,44 +116,23 @@ class BucketTrace(StepTrace):
 class UnitTrace(StepTrace):
     """ZeRO-3: the sequence at the top of zero3.py, a line for each unit that computes, with a bar of what is alive."""
 
-    def open(self) -> None:
-        self._roots = [unit for unit in self.engine.units if unit.module is self.engine.model]
+    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+        super().__init__(engine, memory, micro_batches)
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive (0: a line of text only)
         self._groups: list[tuple[str, list[str]]] = []  # of the line being written: (verb, names of units)
         self._sent = 0.0
-        self._watching = contextlib.ExitStack()
-        for unit in self.engine.units:
-            self._watch(unit, "start_gather", before=partial(self._gathers, unit))
-            self._watch(unit, "free", before=partial(self._frees, unit))
-            hook = unit.module.register_forward_pre_hook(partial(self._computes, unit))
-            self._watching.callback(hook.remove)
-        self._watch(self.engine, "send", before=partial(self._add, "reduce"))
-        self._watch(self.engine, "before_backward", after=partial(self._add, "compute"))
-
-    def _watch(self, thing, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
-        """Until `close`: call `before` or `after` with the arguments of each call of this method of `thing`."""
-        method = getattr(thing, name)
-
-        def watched(*arguments):
-            if before is not None:
-                before(*arguments)
-            method(*arguments)
-            if after is not None:
-                after(*arguments)
-
-        setattr(thing, name, watched)
-        self._watching.callback(delattr, thing, name)  # the class's method is there again
 
     def how_to_read(self) -> str:
         return UNITS
 
     @property
     def lines(self) -> list[str]:
-        most = max(live for _, _, live in self._rows)
-        width = min(max(len(text) for text, _, live in self._rows if live), tables.columns_here() - 18)
+        rows = _joined(self._rows)
+        most = max(live for _, _, live in rows)
+        width = min(max(len(text) for text, _, live in rows if live), tables.columns_here() - 18)
         longest_bar = max(0, min(BAR, tables.columns_here() - width - 20))
         lines = [f"{'event':<{width}}{'sent MB':>9}{'peak MB':>9}"]
-        for text, sent, live in self._rows:
+        for text, sent, live in rows:
             if not live:
                 lines.append(text)
                 continue
@@ -170,19 +145,14 @@ class UnitTrace(StepTrace):
         self.flush()
         self._rows.append((text, 0.0, 0))
 
-    def sends(self, collective, depth: int) -> None:
-        self._sent += collective.sent_bytes
-
     def note_at_the_end(self, step: str) -> str:
-        if step.startswith("1") and self._roots:
-            self._add("compute", self._roots[-1])  # what follows the last unit
-        gathered = sum(unit.flat.nbytes for unit in self._roots if unit.allocated)
+        roots = [unit for unit in self.engine.units if unit.module is self.engine.model]
+        gathered = sum(unit.flat.nbytes for unit in roots if unit.allocated)
         return f" ({gathered / 1e6:.2f} MB of the parameters are the gathered root)" if gathered else ""
 
     def close(self) -> None:
-        """Stop watching."""
+        """Write the last line."""
         self.flush()
-        self._watching.close()
 
     def flush(self) -> None:
         """Write the line."""
@@ -196,62 +166,41 @@ class UnitTrace(StepTrace):
         self._groups, self._sent = [], 0.0
         self.memory.reset_peak()
 
-    def _add(self, verb: str, unit) -> None:
-        if verb == "compute":
-            if self._groups and self._groups[-1] == (verb, [unit.name]):
-                return  # the same unit: backward has recomputed a part of it
-            if any(other == "compute" for other, _ in self._groups):
-                self.flush()
-        if self._groups and self._groups[-1][0] == verb:
-            self._groups[-1][1].append(unit.name)
-        else:
-            self._groups.append((verb, [unit.name]))
-
-    def _computes(self, unit, module, inputs) -> None:
-        """The unit's forward begins."""
+    def computes(self, unit: str, step: str) -> None:
+        computing = [names for verb, names in self._groups if verb == "compute"]
+        if [unit] in computing:
+            return  # the same unit: backward has recomputed a part of it
+        if computing:
+            self.flush()
         self._add("compute", unit)
 
-    def _gathers(self, unit) -> None:
-        if not unit.allocated:
-            if any(verb == "compute" for verb, _ in self._groups):
-                self.flush()
-            self._add("gather", unit)
+    def resizes(self, bucket, grows: bool) -> None:
+        if grows and any(verb == "compute" for verb, _ in self._groups):
+            self.flush()
+        self._add("gather" if grows else "free", bucket_name(self.engine, bucket))
 
-    def _frees(self, unit) -> None:
-        if unit.allocated:
-            if unit in self._roots:  # the end of backward, in front of the first unit
-                self._add("compute", unit)
-            self._add("free", unit)
+    def issues(self, collective: Span) -> None:
+        self._sent += _sent(collective)
+        if collective.name == "reduce-scatter":
+            self._add("reduce", collective.unit)
+
+    def _add(self, verb: str, name: str) -> None:
+        if self._groups and self._groups[-1][0] == verb:
+            self._groups[-1][1].append(name)
+        else:
+            self._groups.append((verb, [name]))
 
 
-@contextlib.contextmanager
-def named_collectives(engine, timeline: Timeline):
-    """Around a step of a chapter: spans of collectives get the name of their unit (ZeRO-3) or bucket (ZeRO-1, ZeRO-2).
+def _joined(rows: list[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
+    """Join "compute root" and "gather 2 | compute root": backward computes the loss, then gathers, then the head."""
+    found = []
+    for text, sent, live in rows:
+        if found and found[-1][0].startswith("  compute ") and text.endswith(" | " + found[-1][0].strip()):
+            _, before, alive = found.pop()
+            sent, live = sent + before, max(live, alive)
+        found.append((text, sent, live))
+    return found
 
-    A gather is recognised by the storages of its bucket. The tensors of a reduce-scatter are new, so it belongs to the
-    bucket that the engine is sending: its `send` is wrapped meanwhile.
-    """
-    name_of, sending = {}, [""]  # a bucket, or the storage of one of its buffers -> the name
-    for index, bucket in enumerate(buckets_of(engine)):
-        name_of[bucket] = getattr(bucket, "name", f"bucket {index}")  # ZeRO-3's are units
-        for tensor in tensor_leaves([bucket.flat, bucket.shard, bucket.gradient]):
-            name_of[storage_under(tensor)._cdata] = name_of[bucket]
-    plain = getattr(engine, "send", None)  # ZeRO-1 has none: it sends each bucket from its own buffer
 
-    def send(bucket) -> None:
-        sending.append(name_of[bucket])
-        plain(bucket)
-        sending.pop()
-
-    def name(span: Span, args) -> None:
-        names = [name_of.get(storage_under(tensor)._cdata) for tensor in tensor_leaves(args[:2])]
-        span.unit = next(filter(None, names), sending[-1])
-
-    timeline.on_collective = name
-    if plain is not None:
-        engine.send = send
-    try:
-        yield
-    finally:
-        if plain is not None:
-            del engine.send  # the class's method is there again
+def _sent(collective: Span) -> float:
+    return sent_bytes(collective.name, collective.nbytes, len(collective.ranks))

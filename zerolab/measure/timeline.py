@@ -1,6 +1,12 @@
-"""The timeline: when a rank computes, and when its collectives are in flight, in which step and module."""
+"""The timeline: the recorder of a step's events.
+
+It records when a rank computes and when its collectives are in flight, in which step and module. Four tools are made
+from it: the printed trace (step_trace.py), the Chrome trace (`chrome_trace`), the parts of a step's time (step_time.py)
+and the page of extra/watch.
+"""
 
 import bisect
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -8,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolab.measure.held import unit_names, unit_of
+from zerolab.measure import intercept
+from zerolab.measure.held import (
+    bucket_name,
+    bucket_with,
+    buckets_of,
+    storage_under,
+    tensor_leaves,
+    unit_names,
+    unit_of,
+)
 from zerolab.measure.position_in_step import PositionInStep
 from zerolab.measure.traffic import group_of, kind_of, was_async, whole_bytes, works_in
 
@@ -31,7 +46,7 @@ class Span:
     end_known  False if the backend did not report its end. Then `end` is when a wait for it returned
     later      it was issued to be waited for later (`async_op`)
     hides      this rank has multiplied matrices before it waited for it
-    unit       its unit or bucket, if `on_collective` has filled it in (zerolab/measure/step_trace.py)
+    unit       its unit or bucket in a chapter or one of our engines, and "" elsewhere
     number     its index in `Timeline.collectives`
     moves      when the last of its ranks has issued it, so that bytes can move: filled in by step_time.py
 
@@ -62,10 +77,36 @@ class Wait:
     collective: Span
 
 
+class Listener:
+    """A timeline calls these methods while it is open. Override the ones that you need."""
+
+    def step_begins(self, step: Span, depth: int) -> None:
+        """A labelled step begins. The depth of the outermost is 1."""
+
+    def step_ends(self, step: Span, depth: int) -> None:
+        """It ends."""
+
+    def computes(self, unit: str, step: str) -> None:
+        """The rank begins to compute: for a different unit, in a different step, or again after a collective."""
+
+    def resizes(self, bucket, grows: bool) -> None:
+        """The whole buffer of this unit or bucket is about to get its memory, or to lose it."""
+
+    def issues(self, collective: Span) -> None:
+        """A collective is about to be issued."""
+
+    def ended(self, collective: Span) -> None:
+        """It has ended. A thread of the backend may call this."""
+
+    def waited(self, collective: Span) -> None:
+        """A wait for it has returned."""
+
+
 class Timeline(TorchDispatchMode):
     """`with Timeline(engine) as timeline: engine.training_step(...)`; then `timeline.spans`, in order of their start.
 
-    It watches from outside, like the ledgers. While it is open, `torch.distributed.Work.wait` is replaced. A collective
+    It watches from outside, like the ledgers, and listens to waits and resized storages (intercept.py). `listener`
+    hears of the events while they happen. A collective
     ends when its backend reports it or when a wait for it returns, whichever is first. (Gloo reports no end of a
     reduce-scatter: it ends inside `wait`.) On CUDA the times are the GPU's: an event on the computing stream before and
     after each operation, and one where the collective ends. There an operation begins when the GPU has reached it *and*
@@ -75,9 +116,10 @@ class Timeline(TorchDispatchMode):
     `operations`, the (start, end) of each operation on the computing stream, and `waits`.
     """
 
-    def __init__(self, engine=None, device: torch.device | None = None):
+    def __init__(self, engine=None, device: torch.device | None = None, listener: Listener | None = None):
         super().__init__()
         self.spans: list[Span] = []
+        self._engine, self._listener = engine, listener or Listener()
         model = None if engine is None else engine.model
         self._units = set() if model is None else unit_names(model)
         self._where, self._model = PositionInStep(self), model
@@ -92,8 +134,7 @@ class Timeline(TorchDispatchMode):
         self.waits: list[Wait] = []
         self._futures: list[tuple] = []  # (future, span) of collectives in flight
         self._stream = None  # on CUDA the computing stream
-        self.on_wait = lambda number: None  # called with a collective's number when a wait for it returns
-        self.on_collective = lambda span, args: None  # called when a collective is issued
+        self._announced: tuple[str, str] | None = None  # the (unit, step) of the listener's last `computes`
 
     def now(self):
         """A moment, for other instruments. `seconds` converts it when the timeline is closed."""
@@ -103,32 +144,54 @@ class Timeline(TorchDispatchMode):
         event.record(self._gpu.current_stream(self._device))  # a backend's thread may have a different device
         return event
 
-    def _at_work(self, func) -> tuple[str, str]:
-        """(the unit, "root" or "optimizer" that `func` computes for, the step)"""
+    def under_way(self) -> list[Span]:
+        """The collectives for which nobody has waited yet, in the order of their issue."""
+        return [span for _, span in self._under_way.values()]
+
+    def _at_work(self) -> tuple[str, str]:
+        """(the unit, "root" or "optimizer" that the next operation computes for, the step)"""
         step = self._where.step
         if step.startswith("4"):
             return "optimizer", step
-        return unit_of(self._where.module(), self._units) or "root", step
+        unit = unit_of(self._where.module(), self._units) or "root"
+        if any(label.startswith("FSDP::") for label in self._where.labels):
+            return unit, "copies"  # FSDP2's work outside the model
+        return unit, step
 
     def begins(self, step: str, depth: int) -> None:
         self._steps.append(Span(STEPS, step, self.now(), None))
         self.spans.append(self._steps[-1])
+        self._listener.step_begins(self._steps[-1], depth)
 
     def ends(self, step: str, depth: int) -> None:
-        self._steps.pop().end = self.now()
+        span = self._steps.pop()
+        span.end = self.now()
+        self._listener.step_ends(span, depth)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._where.see(func, args)
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
-        at_work = self._at_work(func)
+        at_work = self._at_work()
         start = self.now()
         self._look_for_ends(start)
-        result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            if (kind := kind_of(func)) is not None:
-                self._collective(kind, args, result, start, was_async(func, args))
+            kind = kind_of(func)
+            span = None if kind is None else self._issue(kind, args, start, was_async(func, args))
+            result = func(*args, **(kwargs or {}))
+            if span is not None:
+                self._follow(span, args, result)
             return result
+        # A view computes nothing: autograd makes views of a weight before it asks for the weight itself.
+        if (
+            at_work != self._announced
+            and at_work[1][:1] in ("1", "2")
+            and func.namespace == "aten"
+            and not func.is_view
+        ):
+            self._announced = at_work
+            self._listener.computes(*at_work)
+        result = func(*args, **(kwargs or {}))
         if func._schema.name in PRODUCTS:
             for _, span in self._under_way.values():
                 span.hides = True
@@ -150,13 +213,22 @@ class Timeline(TorchDispatchMode):
         """Of each collective of these kinds with `later`: whether it hides behind matrix products."""
         return [span.hides for span in self.collectives if span.name in kinds and span.later]
 
-    def _collective(self, kind: str, args, result, start, later: bool) -> None:
+    def _issue(self, kind: str, args, start, later: bool) -> Span:
+        """The span of a collective that is about to be issued."""
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
         span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
         span.number = len(self.collectives)
+        bucket = bucket_with(self._engine, tensor_leaves(args[:2]))
+        span.unit = "" if bucket is None else bucket_name(self._engine, bucket)
         self.spans.append(span)
         self.collectives.append(span)
-        self.on_collective(span, args)
+        self._announced = None
+        self._listener.issues(span)
+        return span
+
+    def _follow(self, span: Span, args, result) -> None:
+        """The collective was issued: note its end, now or later."""
+        start = span.start
         for work in works_in(result):
             if work is None:  # NCCL without async_op: it has run on the current stream, in order
                 self._computing = None
@@ -187,27 +259,34 @@ class Timeline(TorchDispatchMode):
     def _ended(self, span: Span, now=None) -> None:
         if span.end is None:
             span.end = now or self.now()  # on CUDA a callback runs on a stream that waits for the collective
+            self._listener.ended(span)
+
+    @contextlib.contextmanager
+    def _around_wait(self, work, *timeout):
+        self._computing = None
+        start = self.now()
+        try:
+            yield
+        finally:
+            _, span = self._under_way.pop(id(work), (None, None))
+            if span is not None:
+                self._ended(span)
+                if self._is_computing():
+                    self.waits.append(Wait(start, self.now(), span))
+                self._listener.waited(span)
+
+    @contextlib.contextmanager
+    def _around_resize(self, storage: torch.UntypedStorage, size: int):
+        for bucket in buckets_of(self._engine):
+            if storage_under(bucket.flat)._cdata == storage._cdata:
+                self._listener.resizes(bucket, size > 0)
+        yield
 
     def __enter__(self):
         self._where.open()
         self._where.forget(self._model)
-        self._plain_wait = dist.Work.wait
-        timeline = self
-
-        def wait(work, *timeout):
-            timeline._computing = None
-            start = timeline.now()
-            try:
-                return timeline._plain_wait(work, *timeout)
-            finally:
-                _, span = timeline._under_way.pop(id(work), (None, None))
-                if span is not None:
-                    timeline._ended(span)
-                    if timeline._is_computing():
-                        timeline.waits.append(Wait(start, timeline.now(), span))
-                    timeline.on_wait(span.number)
-
-        dist.Work.wait = wait
+        intercept.WAIT.listen(self._around_wait)
+        intercept.RESIZE.listen(self._around_resize)
         if self._gpu:
             self._stream = self._gpu.current_stream()
             self._gpu.synchronize()  # so that the GPU and the host have the same origin
@@ -217,7 +296,8 @@ class Timeline(TorchDispatchMode):
 
     def __exit__(self, *exception):
         result = super().__exit__(*exception)
-        dist.Work.wait = self._plain_wait
+        intercept.WAIT.stop(self._around_wait)
+        intercept.RESIZE.stop(self._around_resize)
         self._where.close()
         end = self.now()
         if self._gpu:

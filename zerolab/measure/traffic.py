@@ -92,12 +92,10 @@ class TrafficLedger(TorchDispatchMode):
     what another Python thread issues, and what does not go through torch, such as NVSHMEM or MPI.
     """
 
-    def __init__(self, trace=None):
-        """`trace` is called for each event: see `StepTrace` in step_trace.py."""
+    def __init__(self):
         super().__init__()
         self.collectives: list[Collective] = []
-        self._trace = trace
-        self._where = PositionInStep(trace)
+        self._where = PositionInStep()
 
     @property
     def sent_bytes(self) -> int:
@@ -126,10 +124,7 @@ class TrafficLedger(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group))
         is_root = kind in ("gather", "scatter") and args[3] == group.rank()
         sent = sent_bytes(kind, whole, len(ranks), is_root)
-        collective = Collective(kind, whole, sent, self._where.step, element, ranks)
-        self.collectives.append(collective)
-        if self._trace is not None:
-            self._trace.sends(collective, len(self._where.steps))
+        self.collectives.append(Collective(kind, whole, sent, self._where.step, element, ranks))
 
 
 def whole_bytes(kind: str, args) -> int:

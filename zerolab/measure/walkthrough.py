@@ -1,6 +1,7 @@
 """`./launch.sh zero1 2`: a few training steps of a chapter, then the trace of one step, event by event.
 
-Everything printed is observed from outside, by the memory and traffic ledgers. The chapters have no code for it.
+Everything printed is observed from outside, by a timeline and the memory and traffic ledgers. The chapters have no code
+for it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from zerolab.measure import step_time, tables
 from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
 from zerolab.measure.ledger import PartsLedger, explained
-from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words, named_collectives
+from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.watched_step import watched_step
 from zerolab.run import commands, json_file, micro_batches, process_group
@@ -101,7 +102,7 @@ def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace
     kind = UnitTrace if hasattr(engine, "units") else BucketTrace
     trace = kind(engine, memory, options.accumulate)
     out_of_memory = explained(f"training step {options.steps}", engine, memory)
-    with watched_step(engine, memory, trace=trace) as seen, out_of_memory:
+    with watched_step(engine, memory) as seen, Timeline(engine, listener=trace), out_of_memory:
         loss = _train(engine, batch, options)
     trace.close()
     say("\n".join([trace.how_to_read(), *trace.lines]))
@@ -119,7 +120,7 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     """Write one more step of all ranks into one file, with step 0 before it."""
     dist.barrier()  # the ranks' clocks start here
     timeline = Timeline(engine, me.device)
-    with PartsLedger(engine) as memory, named_collectives(engine, timeline), timeline:
+    with PartsLedger(engine) as memory, timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter

@@ -27,8 +27,8 @@ class Seen(TrafficLedger):
     `ledger_peak` always the ledger's, and `reserved` what the allocator has reserved, fragments included.
     """
 
-    def __init__(self, trace=None):
-        super().__init__(trace)
+    def __init__(self):
+        super().__init__()
         self.held: dict[str, int] = {}
         self.peak = self.ledger_peak = self.reserved = 0
 
@@ -60,16 +60,16 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 @contextlib.contextmanager
-def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None, trace=None):
+def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = None):
     """Around one training step of `engine`, inside the open ledger `memory`. Yields a `Seen`, and fills it in.
 
-    `allocator` was made before the engine was built. `trace` is the traffic ledger's.
+    `allocator` was made before the engine was built.
     """
     memory.begin(engine)
     meter = allocator or memory
     memory.reset_peak()
     meter.reset_peak()
-    with Seen(trace) as seen:
+    with Seen() as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
         try:
             yield seen
