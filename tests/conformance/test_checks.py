@@ -396,7 +396,7 @@ def test_a_freed_weight_is_printed_by_its_name(engine):
 
 @pytest.mark.stages("zero1", "zero2")
 def test_reentrant_checkpoints_train(engine):
-    """In ZeRO-1 and -2. ZeRO-3 does not support them (docs/using-an-engine.md)."""
+    """In ZeRO-1 and -2. ZeRO-3 does not support them (docs/limits.md)."""
     Pair(engine, seeded(Reentrant)).train()
 
 

@@ -5,7 +5,7 @@ ranks (`check_build`). At `step()`: a parameter without a gradient, or one that 
 `check_memory`). In between: a freed weight that somebody reads, and a `param.grad` that has moved into the shard.
 
 The last two need the parameters' help. While an engine has a parameter, the object is the same, and its class is
-`EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/using-an-engine.md.
+`EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/limits.md.
 """
 
 import weakref

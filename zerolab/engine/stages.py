@@ -39,7 +39,7 @@ class Engine:
     offload_policy     torch's `CPUOffloadPolicy()`: shards and optimizer state in the host's memory
 
     Raises ValueError, TypeError or RuntimeError, on every rank, for a model, an optimizer or an option that cannot
-    work. See checks.py, and docs/using-an-engine.md for what is not detected.
+    work. See checks.py, and docs/limits.md for what is not detected.
     """
 
     def __init__(

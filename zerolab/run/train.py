@@ -1,7 +1,7 @@
 """A training run that survives crashes: `./launch.sh train zero3 2 --folder runs/first`.
 
 The same command again continues where the run stopped, also in another stage or on another number of ranks. Copy this
-file and put your own model and data into it; docs/checkpoints.md has the torchrun command that starts it.
+file and put your own model and data into it; docs/train.md has the torchrun command that starts it.
 """
 
 import argparse

@@ -38,6 +38,7 @@ BLOCK = re.compile(
 )
 
 MEMORY = "memory-7b-8ranks.json"
+SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 ARTICLE_GB = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # for 7e9 parameters
 
@@ -66,14 +67,18 @@ class Shown:
 REFEREE = {
     "readme": Shown(
         "referee-cpu-2ranks-3.json",
-        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB", "step ms", "x ddp"),),
+        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB"),),
     ),
     "all": Shown(
         "referee-cpu-2ranks-3.json",
         (
-            ("first loss", "last loss", "diff to ddp", "step ms", "x ddp", "tokens/s"),
+            ("first loss", "last loss", "diff to ddp"),
             ("params MB", "grads MB", "optim MB", "peak MB", "sent MB"),
         ),
+    ),
+    "times": Shown(
+        "referee-cpu-2ranks-3.json",
+        (("step ms", "x ddp", "tokens/s"),),
     ),
     "bf16": Shown(
         "referee-cpu-2ranks-bf16.json",
@@ -127,6 +132,19 @@ def launches() -> str:
     for name, values in ratios([result(file) for file in LAUNCHES]).items():
         rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
     return table(f"step time, {len(LAUNCHES)} launches | median | lowest | highest", rows)
+
+
+def slow_rank() -> str:
+    """The parts of each rank's step, for every engine, while one of the ranks is slow."""
+    report, rows = result(SLOW_RANK), []
+    for name, run in report["runs"].items():
+        ranks = run["step_time"]["ranks"]
+        if len(ranks) == 1:
+            continue  # `single` has one process, which waits for nobody
+        parts = [f"{rank[part]:.0f}" for part in ("step_ms", "own_ms", "waiting_ms") for rank in ranks]
+        rows.append([f"`{name}`", *parts, f"{run['step_time']['slowest_rank']}"])
+    columns = [f"{part} ms, rank {rank}" for part in ("step", "own work", "waiting") for rank in range(2)]
+    return f"{table(' | '.join(['engine', *columns, 'slowest rank']), rows)}\n\n{conditions(report, SLOW_RANK)}"
 
 
 # Memory, in GB of 10^9 bytes.
@@ -243,6 +261,7 @@ Blocks = dict[str, Callable[..., str]]
 BLOCKS: Blocks = {  # the name between the marks, and the function that writes the block
     "referee": referee,
     "launches": launches,
+    "slow-rank": slow_rank,
     "sweep": sweep,
     "machines": machines,
     "memory-peaks": memory_peaks,
