@@ -9,7 +9,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zerolab.run import engines as registry
-from zerolab.run.counterparts import DDPStandIn, replace_parameters
+from zerolab.run.counterparts import DDPStandIn
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
 from zerolab.run.recompute import checkpoint_blocks
 
@@ -48,37 +48,6 @@ class Setup:
         return self.micro_batch * self.accumulate * self.config.seq
 
 
-class LowWeightsDDP(DDPStandIn):
-    """DDP with low-precision weights, as in Megatron and nanotron: the optimizer has float32 copies of them.
-
-    Buckets are float32 sums, to which each gradient is added when it is ready. The referee's DDP instead casts float32
-    weights at the start of each forward. Then all gradients arrive at the end, and DDP overlaps nothing.
-    """
-
-    def __init__(self, model: GPT, optimizer, dtype: torch.dtype, bucket_mb: float):
-        self._sums = {}
-        super().__init__(model, optimizer, bucket_mb)
-        self._copies = [(nn.Parameter(param.detach().clone()), param) for param in model.parameters()]
-        replace_parameters(optimizer, {param: copy for copy, param in self._copies})
-        for param in model.parameters():
-            param.data = param.data.to(dtype)
-
-    def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
-        view.add_(param.grad)
-        param.grad, self._sums[param] = None, view
-
-    def step(self) -> None:
-        for copy, param in self._copies:
-            copy.grad = self._sums[param]
-        with record_function("step 4 update the shard"), torch.no_grad():
-            self.optimizer.step()
-            torch._foreach_copy_([param for _, param in self._copies], [copy for copy, _ in self._copies])
-            torch._foreach_zero_(self._flats)
-
-    def zero_grad(self) -> None:
-        """The step has."""
-
-
 def parameters_of(config: GPTConfig) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) pairs of a model with this shape, without values."""
     with torch.device("meta"):
@@ -105,7 +74,7 @@ def build(setup: Setup, mesh):
     # fused, as on a GPU: one kernel reads and writes each number once.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if name == "ddp" and dtype is not None:
-        return LowWeightsDDP(model, optimizer, dtype, setup.bucket_mb or DDP_BUCKET_MB)
+        return DDPStandIn(model, optimizer, setup.bucket_mb or DDP_BUCKET_MB, dtype)
     options = {"mesh": mesh, "bucket_mb": setup.bucket_mb, "prefetch": setup.prefetch, "dtype": dtype}
     takes = {key: value for key, value in options.items() if key in registry.ENGINES[name].takes}
     return registry.build(name, model, optimizer, torch.device("cpu"), **takes)

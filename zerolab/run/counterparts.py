@@ -90,17 +90,28 @@ class DDPStandIn(PlainStep):
     DDP's reducer is C++ and refuses fake tensors. This has its buckets (torch's own function cuts them: the last
     parameters first, 1 MiB and then 25 MiB each), into which every gradient is copied once autograd has it, and its
     all-reduce per bucket, for which it waits when backward is over. With `sends = False` a backward adds to the
-    gradients and sends nothing (`no_sync`).
-    A test compares it with the real one, byte for byte.
+    gradients and sends nothing (`no_sync`). A test compares it with the real one, byte for byte.
+
+    With `low`, a dtype, it is DDP with low-precision weights, as in Megatron and nanotron: the optimizer has float32
+    copies of them, and the buckets are float32 sums, to which each gradient is added when it is ready. The referee's
+    DDP instead casts float32 weights at the start of each forward. Then all gradients arrive at the end, and DDP
+    overlaps nothing.
     """
 
-    def __init__(self, model: nn.Module, optimizer, bucket_mb: float):
+    def __init__(self, model: nn.Module, optimizer, bucket_mb: float, low: torch.dtype | None = None):
         super().__init__(model, optimizer)
         self.sends, self._works, self._flats = True, [], []
+        self._copies = {}  # {low-precision parameter: the optimizer's float32 copy}
+        self._sums = {}  # {low-precision parameter: its float32 gradient, a view of the bucket}
         params = [param for param in model.parameters() if param.requires_grad][::-1]
         limits = [int(min(bucket_mb, 1) * 2**20), int(bucket_mb * 2**20)]
         for numbers in dist._compute_bucket_assignment_by_size(params, limits)[0]:
             self._add_bucket([params[number] for number in numbers])
+        if low is not None:
+            self._copies = {param: nn.Parameter(param.detach().clone()) for param in model.parameters()}
+            replace_parameters(optimizer, self._copies)
+            for param in model.parameters():
+                param.data = param.data.to(low)
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         flat = params[0].new_zeros(sum(param.numel() for param in params))
@@ -121,8 +132,11 @@ class DDPStandIn(PlainStep):
             param.register_post_accumulate_grad_hook(on_gradient)
 
     def _take(self, param: nn.Parameter, view: torch.Tensor) -> None:
-        """The gradient of `param` has come, and goes to its place in the bucket."""
-        if param.grad is not view:
+        """The gradient of `param` has arrived, and goes to its place in the bucket."""
+        if self._copies:
+            view.add_(param.grad)
+            param.grad, self._sums[param] = None, view
+        elif param.grad is not view:
             view.copy_(param.grad)
             param.grad = view
 
@@ -135,6 +149,20 @@ class DDPStandIn(PlainStep):
     def _receive(self) -> None:
         while self._works:
             self._works.pop(0).wait()
+
+    def step(self) -> None:
+        if not self._copies:
+            return super().step()
+        for param, copy in self._copies.items():
+            copy.grad = self._sums[param]
+        with record_function("step 4 update the shard"), torch.no_grad():
+            self.optimizer.step()
+            torch._foreach_copy_([*self._copies], [*self._copies.values()])
+            torch._foreach_zero_(self._flats)
+
+    def zero_grad(self) -> None:
+        if not self._copies:  # else the step has cleared the sums
+            super().zero_grad()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
