@@ -1,13 +1,15 @@
-"""README.md and docs/: what is generated is up to date, links and commands lead somewhere, the README stays short."""
+"""README.md and docs/: what is generated is up to date, links lead somewhere, and commands run."""
 
 import re
 import shlex
 from pathlib import Path
 
+import matplotlib
 import pytest
 import started
 from typed_commands import typed
 
+from zerolab.measure import figures
 from zerolab.run.ranks import ROOT
 from zerolab.teach import docs
 
@@ -30,7 +32,7 @@ def test_what_is_generated_is_up_to_date_and_every_block_is_shown_somewhere():
 
 
 def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zerolab.measure.figures.FIGURES", {})  # tests/test_figures.py holds that they are drawn
+    monkeypatch.setattr("zerolab.measure.figures.FIGURES", {})  # they are drawn in the next test
     (tmp_path / "docs").mkdir()
     page, readme = tmp_path / "docs" / "page.md", tmp_path / "README.md"
     page.write_text("There are <!-- generated: exhibits -->3<!-- end --> bugs, of ZeRO-2 numbers "
@@ -52,6 +54,15 @@ def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
         assert said in capsys.readouterr().err and page.read_text() == wrong
 
 
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_figure_is_drawn_from_its_files(name, tmp_path):
+    """And it is the committed one, up to the look of the letters, which depends on matplotlib's version."""
+    new, old = figures.plt.imread(figures.draw(name, tmp_path)), figures.plt.imread(docs.FIGURES / f"{name}.png")
+    if f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.txt").read_text():
+        different = (abs(new - old).max(axis=2) > 0.05).mean()
+        assert different < 5e-5, f"{different:.2%} of the pixels of {name}.png differ: run ./launch.sh docs"
+
+
 def test_tables_are_measurements():
     """The README's table against the file it names: every number of an engine's row is one of its run's."""
     runs = docs.result(docs.REFEREE["readme"].file)["runs"]
@@ -63,14 +74,6 @@ def test_tables_are_measurements():
         held, peak, sent = sum(run["held_bytes"].values()), run["peak_bytes"], run["sent_bytes"]
         assert numbers == [f"{held / 1e6:.2f}", f"{peak / 1e6:.2f}", f"{sent / 1e6:.2f}"]
         assert (difference == "0 (to the bit)") == (run["difference"] == 0)
-
-
-def test_pages_are_narrow():
-    for page, text in PAGES.items():
-        for line in text.splitlines():
-            assert not line.startswith("|") or len(re.findall(r"(?<!\\)\|", line)) <= 9, line  # 8 columns
-        for line in PROSE[page].splitlines():  # tables and code cannot be wrapped
-            assert len(line) <= 120 or line.startswith(("|", "<summary>")), (page, line)
 
 
 # Links.
@@ -102,22 +105,6 @@ def test_every_page_is_linked_from_the_readme_or_for_contributors():
     assert [page for page in PAGES if page != "README.md" and f"({page})" not in text] == []
 
 
-# Messages.
-
-
-def test_messages_that_are_quoted_as_ours_are_in_the_code():
-    """docs/troubleshooting.md quotes messages in bold. A message of torch, gloo or NCCL begins with that name."""
-    places = [*ROOT.glob("zero*.py"), *(ROOT / "zerolab").rglob("*.py"), ROOT / "launch.sh"]
-    source = " ".join(place.read_text() for place in places)
-    source = re.sub(r'"\s*f?"', "", source)  # a long message is several strings, one behind the other
-    text = PAGES["docs/troubleshooting.md"].replace("\n", " ")
-    quoted = re.findall(r'\*\*"([^"]+)"\*\*', text)
-    assert len(quoted) > 20
-    for message in quoted:
-        for part in message.split("..."):
-            assert part.strip() in source, message
-
-
 # Commands.
 
 
@@ -132,7 +119,6 @@ def commands(page: str) -> list[list[str]]:
 def offered() -> set[str]:
     """The commands that `./launch.sh help` lists, one line each."""
     _, said, _ = typed("help")
-    assert max(map(len, said.splitlines())) <= 100
     listed = re.findall(r"\./launch\.sh (\S+)", said)
     return {name for name in "|".join(listed).split("|") if re.fullmatch(r"[a-z]\w*", name)}
 

@@ -90,7 +90,7 @@ MISTAKES = [
     ("docs --figure pie", "no figure 'pie'; there are: stages, memory"),
     ("docs --from {files}/wrong.json", "--from does nothing without --figure"),
     ("docs --figure losses --from /nowhere.json", "/nowhere.json"),
-    ("docs --figure losses --from {files}/wrong.json --out {files}", "figure 'losses' cannot be drawn from"),
+    ("docs --figure memory --from {files}/wrong.json --out {files}", "figure 'memory' cannot be drawn from"),
     ("docs --figure step-time --from {files}/wrong.json --out {files}", "figure 'step-time' cannot be drawn from"),
     ("report {files}/new --fast", "--fast"),
     ("report {files}/wrong.json", "{files}/wrong.json"),

@@ -46,23 +46,9 @@ COLOURS = {  # one colour for one meaning, in all figures
     "gather": GATHERED,
     "reduce": IN_FLIGHT,
     # what the time of a step is spent on
-    "compute": "teal",
     "host": "tan",
-    "all-reduce": IN_FLIGHT,
-    "reduce-scatter": IN_FLIGHT,
-    "all-gather": GATHERED,
     "broadcast": "orchid",
     "waiting": "indianred",
-}
-TIMES = {  # the parts of a step's time, in the order of the bars, and their names in the legend
-    "compute": "compute",
-    "host": "host, between operations",
-    "optimizer": "optimizer",
-    "all-reduce": "all-reduce, exposed",
-    "reduce-scatter": "reduce-scatter, exposed",
-    "all-gather": "all-gather, exposed",
-    "broadcast": "broadcast, exposed",
-    "waiting": "waiting for the slowest rank",
 }
 LANES = ("forward", "backward", "gather", "reduce", "update")
 UNITS = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}
@@ -427,115 +413,6 @@ def _draw_row(axes, row: int, bars: list[Bar], latest: float) -> None:
         axes.broken_barh([(bar.start, bar.length)], (bottom, height), **colours)
 
 
-def step_time(*results: dict):
-    """A bar per engine and rank, a column per file: own work, exposed communication by kind, waiting."""
-    first, rows = results[0], []
-    for name, run in first["runs"].items():
-        if name != "single":
-            rows += [(name, place) for place in range(len(run["step_time"]["ranks"]))]
-    figure, grid = new(1, len(results), height=0.26 * len(rows) + 2.1, sharex=True, sharey=True, squeeze=False)
-    seen = set()
-    for axes, report in zip(grid[0], results):
-        for position, (name, place) in enumerate(rows):
-            rank = report["runs"][name]["step_time"]["ranks"][place]
-            parts = {part: rank[f"{part}_ms"] for part in ("compute", "host", "optimizer", "waiting")}
-            parts |= rank["exposed_ms"]
-            shown = {part: parts[part] for part in TIMES if parts.get(part)}
-            stacked(axes, position, shown, 0.82)
-            seen |= {*shown}
-        axes.set_title(_delay(report), fontsize=11)
-        axes.set(xlabel="ms of a step (mean)")
-        light_grid(axes, "x")
-    grid[0][0].set_yticks(range(len(rows)), [f"{name}, rank {rank}" for name, rank in rows], fontsize=9)
-    grid[0][0].invert_yaxis()
-    legend(figure, [part for part in TIMES if part in seen], TIMES)
-    finding = "Where the time of a step goes"
-    if any(report["slow_rank"] for report in results):
-        finding = "One slow rank makes all steps longer: the others wait for it"
-    model = f"GPT {first['preset']}, {first['world_size']} ranks over {first['backend']}"
-    title(figure, finding, f"{model}, {first['batch']} x {first['seq']} tokens per rank")
-    return figure
-
-
-def _delay(report: dict) -> str:
-    """Which rank of the referee's run was delayed."""
-    if report["slow_rank"] is None:
-        return "no rank is delayed"
-    rank, seconds = report["slow_rank"]
-    return f"rank {rank} is delayed by {seconds * 1e3:g} ms"
-
-
-def sweeps(results: dict):
-    """Step time above (the median, and a line from lowest to highest), peak below, a column per sweep."""
-    figure, grid = new(2, len(results["sweeps"]), height=5.6, sharey="row", squeeze=False)
-    for (above, below), (name, rows) in zip(grid.T, results["sweeps"].items()):
-        xs = range(len(rows))
-        values = {key: [row[key] for row in rows.values()] for key in next(iter(rows.values()))}
-        above.vlines(xs, values["step_ms_lowest"], values["step_ms_highest"], color="gray")
-        above.plot(xs, values["step_ms"], "o", color=INK)
-        below.plot(xs, [nbytes / 1e6 for nbytes in values["peak_bytes"]], "o", color=INK)
-        below.plot(xs, [nbytes / 1e6 for nbytes in values["short_peak_bytes"]], "o", color=INK, markerfacecolor=PAPER)
-        above.set_title(name.replace(", ", ",\n") if "," in name else f"{name},\nzero3", fontsize=11)
-        above.set_xticks(xs, [""] * len(xs))
-        labels = [f"{label} ({row['collectives']})" for label, row in rows.items()]
-        below.set_xticks(xs, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
-        for axes in (above, below):
-            light_grid(axes, "y")
-            axes.set_xlim(-0.6, len(xs) - 0.4)
-    grid[0][0].set(ylabel="step time, ms\n(median, and all rounds)", ylim=(0, None))
-    most = max(row["peak_bytes"] for rows in results["sweeps"].values() for row in rows.values())
-    grid[1][0].set(ylabel="peak, MB (10⁶ bytes)\n(empty: on 8 tokens)", ylim=(0, 1.1 * most / 1e6))
-    figure.supxlabel("in brackets: collectives per step", fontsize=9)
-    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
-    model = f"GPT {results['preset']}, {results['ranks']} ranks over {results['backend']}"
-    title(figure, "Step time and peak memory of each choice", f"{model}, {tokens}")
-    return figure
-
-
-# Losses.
-
-
-def losses(results: dict):
-    """Above the reference's losses; below how far each engine's losses are from them."""
-    runs = results["runs"]
-    reference = "ddp" if "ddp" in runs else next(iter(runs))
-    expected = runs[reference]["losses"]
-    others = [name for name in runs if name != reference]
-    ratios = [3, 1 + 0.45 * len(others)]
-    figure, (above, below) = new(2, height=3.6 + 0.27 * len(others), gridspec_kw={"height_ratios": ratios})
-    above.plot(range(1, len(expected) + 1), expected, color=INK, linewidth=1.6)
-    above.set(ylabel="loss, nats per token", xlabel=f"training step of {reference}")
-    tolerance = max(run.get("tolerance", 0) for run in runs.values())
-    floor, agreements, largest = 1e-9, [], 0.0
-    for place, name in enumerate(others):
-        off = [abs(a - b) for a, b in zip(runs[name]["losses"], expected)]
-        # A mark per step; where many steps have the same difference the mark is darker.
-        marks = engine_look(name, color=INK, linestyle="none")
-        below.plot([max(value, floor) for value in off], [place] * len(off), **marks, alpha=0.35, clip_on=False)
-        largest = max([largest, *off])
-        agreements.append(f"{off.count(0)} of {len(off)} equal, {max(off):.0e}" if any(off) else "all equal")
-    below.secondary_yaxis("right").set_yticks(range(len(others)), agreements, fontsize=8)
-    if tolerance:
-        below.axvline(tolerance, color=INK, linewidth=0.8, linestyle="--")
-        below.text(tolerance, -0.75, "allowed ", ha="right", va="center", fontsize=8)
-    xlabel = f"difference from {reference} in each step, nats (0: equal to the bit)"
-    below.set(xscale="log", xlim=(floor / 2, max(tolerance, 1e-5) * 12), xlabel=xlabel)
-    below.set_xticks([floor, 1e-8, 1e-6, 1e-4, 1e-2], ["0", "10⁻⁸", "10⁻⁶", "10⁻⁴", "10⁻²"])
-    below.minorticks_off()
-    below.set_yticks(range(len(others)), others)
-    below.set_ylim(len(others) - 0.4, -1.1)
-    light_grid(above)
-    light_grid(below, "x")
-    equal = agreements.count("all equal")
-    if equal:
-        finding = f"The losses of {equal} of {len(others)} engines equal {reference}'s to the bit in all "
-        finding += f"{len(expected)} steps"
-    else:
-        finding = f"All losses are within {largest:.0e} nats of {reference}'s"
-    title(figure, finding, f"GPT {results['preset']}, {results['world_size']} ranks, {results['dtype']}")
-    return figure
-
-
 # All of them.
 
 
@@ -557,13 +434,6 @@ FIGURES = {
         ("trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"),
         "./launch.sh zero3 2 --trace",
     ),
-    "losses": Figure(losses, ("referee-cpu-2ranks-3.json",), "./launch.sh compare --json"),
-    "step-time": Figure(
-        step_time,
-        ("step-time-cpu-2ranks.json", "step-time-slow-rank-cpu-2ranks.json"),
-        "./launch.sh compare --json",
-    ),
-    "sweeps": Figure(sweeps, ("sweeps-cpu-2ranks.json",), "./launch.sh bench --sweeps --json"),
     "scaling": Figure(scaling, ("memory-7b-1-to-1024-ranks.json",), "./launch.sh memory --up-to 8 --json"),
 }
 

@@ -7,7 +7,7 @@ A page is written by hand except between two marks, which a reader on GitHub doe
     <!-- end -->
 
 `BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing and lists stale pages.
-Without it the figures are drawn too, into results/figures/. `./launch.sh docs --figure losses --from FILE --out FOLDER`
+Without it the figures are drawn too, into results/figures/. `./launch.sh docs --figure memory --from FILE --out FOLDER`
 draws one figure from your own file.
 """
 
