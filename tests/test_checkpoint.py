@@ -289,6 +289,8 @@ def test_a_load_waits_for_the_save_that_is_written(ranks, tmp_path):
     checkpoint.async_save(engine, tmp_path, step=1)
     checkpoint.async_save(engine, tmp_path, step=2)
     assert checkpoint.load(engine, tmp_path) == {"step": 2}
+    future = checkpoint.async_save(engine, tmp_path, step=3)
+    assert checkpoint.load_newest(engine, tmp_path) == (tmp_path / "000003", {"step": 3}) and future.done()
 
 
 # It moves: to other stages, numbers of ranks, and torch's own classes.

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Frozen, Tied, mse, own_batch, same, seeded
+from helpers import MOMENTUM, Blocks, Frozen, Tied, mse, own_batch, same, seeded
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from conformance.pair import Pair
 from zerolab.engine import checkpoint
@@ -199,6 +200,110 @@ def test_loading_between_steps_trains_on_from_there(engine):
     pair.train(2)
 
 
+def split_weight(module, state, prefix, local_metadata):
+    """As models with a fused projection do, to be compatible with weights of separate ones."""
+    upper, lower = state.pop(f"{prefix}up.weight").split([3, 6])
+    state.update({f"{prefix}upper.weight": upper, f"{prefix}lower.weight": lower})
+
+
+def clone_entries(module, state, prefix, local_metadata):
+    for key in state:
+        state[key] = state[key].clone()
+
+
+HOOKS = {"a split": split_weight, "clones": clone_entries}
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("options", ["alone", "mixed precision"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_on_state_dict_change_no_name_and_no_value(engine, options, hook):
+    """Parameters keep their own names and exact values, so what was saved can be loaded, in both ways of saving."""
+
+    def build(seed):
+        model = seeded(Blocks, seed=seed, dtype=torch.float32)
+        model.blocks[1].register_state_dict_post_hook(HOOKS[hook])
+        return engine(model, ADAMW(model.parameters()), **OPTIONS[options])
+
+    trained, other = build(0), build(4)
+    equal(trained.full_state_dict(), seeded(Blocks, dtype=torch.float32).state_dict())
+    trained.training_step(*own_batch(0, dtype=torch.float32), nn.functional.mse_loss)
+    state = trained.full_state_dict()
+    other.load_full_state_dict(state)
+    equal(other.full_state_dict(), state)
+    folder = shared_folder()
+    save(trained, folder)
+    third = build(5)
+    load(third, folder)
+    equal(third.full_state_dict(), state)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def wrap(model):
+    """Compile the model and a block of it, and recompute another block. All three change names in `state_dict()`."""
+    model.blocks[1] = torch.compile(model.blocks[1])
+    model.blocks[2] = checkpoint_wrapper(model.blocks[2])
+    return torch.compile(model)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_wrappers_change_no_name(engine):
+    """States and checkpoints have the plain model's names, and a state with a wrapped model's names loads too."""
+    wrapped, plain = (seeded(Blocks, dtype=torch.float32) for _ in range(2))
+    model = wrap(wrapped)
+    theirs = model.state_dict()
+    assert list(theirs) != list(plain.state_dict()), "the wrappers keep the names, so this proves nothing"
+    theirs = {name: value + 1 for name, value in theirs.items()}
+    trained = engine(model, ADAMW(model.parameters()))
+    equal(trained.full_state_dict(), plain.state_dict())
+    folder = shared_folder()
+    save(trained, folder)
+    other = seeded(Blocks, seed=5, dtype=torch.float32)
+    other = engine(other, ADAMW(other.parameters()))
+    load(other, folder)
+    equal(other.full_state_dict(), plain.state_dict())
+    trained.load_full_state_dict(theirs)
+    equal(trained.full_state_dict(), dict(zip(plain.state_dict(), theirs.values())))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+class Renamed(nn.Linear):
+    """A second version of a module, which changes states of the first version when it loads them."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_state_has_the_versions_of_its_modules(engine):
+    """A plain module that loads it knows that it is not of an older version."""
+    model = seeded(lambda: nn.Sequential(nn.Tanh(), Renamed(5, 3)))
+    trained = engine(model, ADAMW(model.parameters()))
+    state = trained.full_state_dict()
+    plain = nn.Sequential(nn.Tanh(), Renamed(5, 3)).double()
+    plain.load_state_dict(state)
+    equal(plain.state_dict(), state)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+def test_a_state_that_only_rank_0_has_is_an_error_on_all_ranks(engine):
+    """As if it had been read on rank 0 only. The message says what every rank must pass."""
+    model = seeded(Blocks)
+    trained = engine(model, ADAMW(model.parameters()))
+    state = {name: value + 1 for name, value in seeded(Blocks).state_dict().items()}
+    with pytest.raises(TypeError, match="rank 1: .* got NoneType: every rank must pass the whole state"):
+        trained.load_full_state_dict(state if dist.get_rank() == 0 else None)
+    equal(trained.full_state_dict(), seeded(Blocks).state_dict())
+
+
 # Checkpoints. tests/test_checkpoint.py has the format, other stages and numbers of ranks, and everything that can fail.
 
 
@@ -220,13 +325,18 @@ def load(trained, folder):
         checkpoint.load(trained, folder)
 
 
+def shared_folder():
+    """A new folder, the same on all ranks."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_continues_as_an_uninterrupted_one(engine, optimizer):
     """Another engine, over a new model, loads after two of four steps. Weights and optimizer state come back."""
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
+    folder = shared_folder()
     make_optimizer = OPTIMIZERS[optimizer]
     pair = Pair(engine, seeded(Tied), make_optimizer)
     pair.train(2)

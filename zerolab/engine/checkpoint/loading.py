@@ -17,7 +17,7 @@ from zerolab.engine import offload
 from zerolab.engine.checkpoint.reader import Damaged, Folder, complete, newest
 from zerolab.engine.checkpoint.saving import as_piece, refuse_tensor_parallel, wait_for_last
 from zerolab.engine.checks import shorten
-from zerolab.engine.state_dict import own_parts, plain_name, split_state_dict
+from zerolab.engine.state_dict import own_parts, own_state, plain_name, split_state
 from zerolab.engine.together import all_succeed, on_all_ranks
 
 
@@ -48,6 +48,7 @@ def load_newest(engine, folder):
 
     None: there is no checkpoint. Rank 0 warns of each one that is skipped. Raises RuntimeError if all are damaged.
     """
+    wait_for_last(engine)  # before the folder is listed, because the save in the background adds to it
     everyone = engine.options.everyone
     first = dist.get_rank(everyone) == 0
     found = on_all_ranks(lambda: complete(folder) if first else None, everyone)[0]
@@ -70,10 +71,7 @@ def read(engine, source, rank):
     options        one dictionary per parameter group
     states         {piece: {key: value}}
     """
-    params, whole, extras = (
-        {plain_name(key): value for key, value in part.items()}  # as saved
-        for part in split_state_dict(engine)
-    )
+    params, whole, extras = split_state(engine, own_state(engine.model))
     whole = {key: tensor for key, tensor in whole.items() if tensor.layout is torch.strided}
     check_model(engine, source, params | whole, extras)
     names = source.model

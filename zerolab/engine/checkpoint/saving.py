@@ -29,7 +29,7 @@ from zerolab.engine import tensor_parallel
 from zerolab.engine.checkpoint import folders
 from zerolab.engine.checkpoint.rectangles import Piece
 from zerolab.engine.groups import first_element
-from zerolab.engine.state_dict import own_parts, plain_name, split_state_dict
+from zerolab.engine.state_dict import own_parts, own_state, plain_name, split_state
 from zerolab.engine.together import all_succeed, make_group, on_all_ranks
 
 
@@ -155,14 +155,14 @@ def collect_model(engine, take, rank):
         for param in bucket.params:
             if param.numel() == 0:
                 mine[id(param)] = torch.empty(param.shape, dtype=bucket.shard.dtype)
-    params, whole, extras = split_state_dict(engine)
-    state = {plain_name(key): mine[id(param)] for key, param in params.items() if id(param) in mine}
+    params, whole, extras = split_state(engine, own_state(engine.model))
+    state = {key: mine[id(param)] for key, param in params.items() if id(param) in mine}
     if rank == 0:
         for key, tensor in whole.items():
             if tensor.layout is torch.strided:  # DCP cannot write sparse tensors
-                state[plain_name(key)] = take(tensor)
+                state[key] = take(tensor)
         for key, (_, value) in extras.items():
-            state[plain_name(key)] = copy_plain(f"the extra state {key!r}", value)
+            state[key] = copy_plain(f"the extra state {key!r}", value)
     return state
 
 
