@@ -61,6 +61,111 @@ def float_batch(step, rank):
     return torch.randint(11, (4, 6), generator=generator), torch.randn(4, 3, generator=generator)
 
 
+class Recurrent(nn.Module):
+    """A layer that keeps weak references to its weights, between an embedding and a head."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(11, 5), layer(5, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens))[0].mean(1))
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_on_meta(engine, layer):
+    """Their weights have weak references, which find the same objects after the build."""
+    whole = seeded(Recurrent, layer, dtype=torch.float32)
+    values = {name: value.clone() for name, value in whole.state_dict().items()}
+    model = on_meta(partial(Recurrent, layer))
+    weights = [*model.layer.parameters()]
+    pair = Pair(engine, whole, ADAMW, start=model, data=float_batch, tolerance=1e-6, state_dict=values)
+    assert all(kept() is weight for kept, weight in zip(model.layer._flat_weight_refs, weights, strict=True))
+    pair.train()
+
+
+@pytest.mark.stages("zero3")
+def test_hooks_of_a_parameter_on_meta_run(engine):
+    """Hooks that were registered before the parameter got its values, and that are removed afterwards."""
+    whole, model, seen, handles = seeded(Blocks, dtype=torch.float32), on_meta(Blocks), [], []
+    for each in (whole, model):
+        weight = each.blocks[1].up.weight
+        handles.append(weight.register_hook(lambda gradient: gradient * 0.5))
+        weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is not None))
+    values = {name: value.clone() for name, value in whole.state_dict().items()}
+    pair = Pair(engine, whole, ADAMW, start=model, data=float_batch, tolerance=1e-6, state_dict=values)
+    pair.train(1)
+    assert seen == [True] * (dist.get_world_size() + 1), "one for each rank's batch on the plain side, and one here"
+    for handle in handles:
+        handle.remove()
+    pair.train(1, first=1)
+
+
+class Odd(nn.Module):
+    """Buffers with dtypes that gloo cannot send, and one whose memory is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(5).to(dtype))
+        self.register_buffer("transposed", torch.zeros(3, 4).T)
+
+
+@pytest.mark.stages("zero3")
+def test_buffers_of_any_dtype_get_rank_0s_values(engine):
+    """Each rank fills them with different values."""
+    model = on_meta(Odd)
+
+    def fill_by_rank(name, tensor):
+        tensor.copy_((torch.arange(tensor.numel()) % 2 + dist.get_rank()).view(tensor.shape))
+
+    engine(model, ADAMW(model.parameters()), init_fn=fill_by_rank)
+    for name, buffer in model.named_buffers():
+        assert buffer.float().flatten().tolist() == [float(index % 2) for index in range(buffer.numel())], name
+    assert model.transposed.stride() == (1, 4) and model.uint16.dtype == torch.uint16
+
+
+class Passing(Blocks):
+    """With a buffer that `state_dict()` does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+
+@pytest.mark.stages("zero3")
+def test_a_buffer_that_is_not_persistent_needs_init_fn(engine):
+    """The error says so; and with `init_fn`, it is called for this buffer only."""
+    values = seeded(Passing, dtype=torch.float32).state_dict()
+    model = on_meta(Passing)
+    with pytest.raises(KeyError, match="'passing'.* not persistent. Pass init_fn= as well"):
+        engine(model, ADAMW(model.parameters()), state_dict=values)
+    names = []
+
+    def note_and_fill(name, tensor):
+        names.append(name)
+        tensor.fill_(3)
+
+    trained = engine(model, ADAMW(model.parameters()), state_dict=values, init_fn=note_and_fill)
+    assert names == ["passing"] and model.passing.tolist() == [3, 3]
+    assert all(torch.equal(value, values[name]) for name, value in trained.full_state_dict().items())
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("wrapped", ["the model", "the state"])
+def test_wrappers_of_a_model_on_meta_change_no_name(engine, wrapped):
+    """torch.compile inserts "_orig_mod" into the names of a model, and so into a state that was saved from it."""
+    whole = seeded(Blocks, dtype=torch.float32)
+    values = (torch.compile(whole) if wrapped == "the state" else whole).state_dict()
+    model = on_meta(Blocks)
+    model = torch.compile(model) if wrapped == "the model" else model
+    trained = engine(model, ADAMW(model.parameters()), state_dict=values)
+    for name, value in trained.full_state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+
+
 @pytest.mark.stages("zero3")
 def test_rank_0s_values_count(engine):
     """`init_fn` may draw from a generator that differs between ranks."""

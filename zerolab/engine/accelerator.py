@@ -20,7 +20,10 @@ def count() -> int:
 
 def sends_from_accelerator(group=None) -> bool:
     """Whether the group's collectives work on tensors on the accelerator, and not only in host memory ("cpu:gloo")."""
-    return any(part.rpartition(":")[2] not in ("gloo", "fake") for part in dist.get_backend(group).split(","))
+    if kind() == "cpu":
+        return False
+    backends = dist.get_backend_config(group)  # also if `init_process_group()` was called without a backend
+    return any(part.rpartition(":")[2] not in ("gloo", "fake") for part in backends.split(","))
 
 
 def device_of(group=None) -> torch.device:

@@ -8,19 +8,22 @@ Without this, every rank must hold the whole model once, 4Ψ bytes, before ZeRO-
 memory on this rank's device and its values, and is freed before the next one. So the peak during the build is the
 shards and two copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from
 `state_dict`. This is a dictionary of whole tensors, or the folder of a checkpoint, from which rank 0 reads one tensor
-at a time. Rank 0's values are broadcast, so only rank 0's values matter.
+at a time. Rank 0's values are broadcast, so only rank 0's values matter. Extra states (`get_extra_state`) are not set.
 
 FSDP2 has the same two steps: `fully_shard` on meta, then `to_empty` and an initialization of the shards.
 """
 
 import os
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero1 import broadcast_whole
 from zerolab.engine import accelerator
 from zerolab.engine.checkpoint import reader
+from zerolab.engine.state_dict import own_state, plain_name
 from zerolab.engine.together import on_all_ranks
 
 
@@ -28,6 +31,8 @@ class Source:
     """The source of the values of a model on `meta`. For other models it does nothing."""
 
     def __init__(self, init_fn, state_dict):
+        if isinstance(state_dict, Mapping):
+            state_dict = {plain_name(name): value for name, value in state_dict.items()}
         self.init_fn = init_fn
         self.state_dict = state_dict  # {name: tensor}, or a folder
         self.folder = None  # the checkpoint, if `state_dict` is a folder
@@ -38,8 +43,8 @@ class Source:
         on_all_ranks(lambda: self.check_here(model, options), options.everyone)
 
     def check_here(self, model, options):
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        on_meta = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        on_meta = {plain_name(name): tensor for name, tensor in tensors if tensor.is_meta}
         given = self.init_fn is not None or self.state_dict is not None
         if not on_meta:
             if given:
@@ -56,10 +61,16 @@ class Source:
         if self.state_dict is None:
             return
         values = self.values(options.everyone)
-        unexpected = [name for name in values if name not in model.state_dict(keep_vars=True)]
+        own = own_state(model)
+        unexpected = [name for name in values if name not in own]
         missing = [name for name in on_meta if name not in values and self.init_fn is None]
-        if missing or unexpected:
+        if unexpected or any(name in own for name in missing):
             raise KeyError(f"state_dict does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}")
+        if missing:
+            raise KeyError(
+                f"{missing[:5]} are on the meta device and not in state_dict, because these buffers are not persistent. "
+                "Pass init_fn= as well: it is called as init_fn(name, tensor) for each tensor that state_dict lacks"
+            )
         for name, tensor in on_meta.items():
             if name in values and values[name].shape != tensor.shape:
                 raise ValueError(
@@ -76,6 +87,7 @@ class Source:
     def open(self, model, options):
         """The beginning of step 0."""
         self.model, self.options = model, options
+        self.device = device_for(model, options.everyone)
         if isinstance(self.state_dict, (str, os.PathLike)):
             self.folder = reader.Folder(reader.newest(self.state_dict), check=False)
 
@@ -83,11 +95,15 @@ class Source:
         """Give parameters that are on `meta` memory and values. Each stays the same object."""
         for name, param in named_params:
             if param.is_meta:
-                data = torch.zeros(param.shape, dtype=param.dtype, device=device_for(self.options.everyone))
+                data = torch.zeros(param.shape, dtype=param.dtype, device=self.device)
                 real = nn.Parameter(data, requires_grad=param.requires_grad)
-                real.__dict__.update(param.__dict__)
-                torch.utils.swap_tensors(param, real)
-                self.fill(name, param.data)
+                # `torch.utils.swap_tensors` is not used, because it rejects parameters with weak references, which an
+                # LSTM has. The object, its class and its attributes stay, and only its tensor is exchanged.
+                torch._C._swap_tensor_impl(param, real)
+                # The parameter's hooks are stored in the object, but autograd looks for them in the tensor.
+                param._backward_hooks = param._backward_hooks
+                param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+                self.fill(plain_name(name), param.data)
 
     def fill(self, name, tensor):
         """Fill one tensor. An error is stored until `finish`, because other ranks wait in the next broadcast."""
@@ -117,21 +133,23 @@ class Source:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     if id(buffer) not in made:
-                        made[id(buffer)] = torch.empty_like(buffer, device=device_for(self.options.everyone))
-                        self.fill(f"{prefix}.{key}" if prefix else key, made[id(buffer)])
+                        made[id(buffer)] = torch.empty_like(buffer, device=self.device)
+                        self.fill(plain_name(f"{prefix}.{key}" if prefix else key), made[id(buffer)])
                         filled.append(made[id(buffer)])
                     module._buffers[key] = made[id(buffer)]
         on_all_ranks(self.raise_error, self.options.everyone)
-        for tensor in filled:
-            dist.broadcast(tensor, group_src=0, group=self.options.everyone)
+        broadcast_whole(filled, self.options.everyone)
 
     def raise_error(self):
         if self.error is not None:
             raise self.error
 
 
-def device_for(group):
-    """The device for a model on `meta`: this rank's accelerator, if the group communicates there."""
+def device_for(model, group):
+    """The device of the model's other parameters, or this rank's accelerator, if the group communicates there."""
+    for param in model.parameters():
+        if not param.is_meta:
+            return param.device
     if accelerator.sends_from_accelerator(group):
         return accelerator.device_of(group)
     default = torch.get_default_device()
