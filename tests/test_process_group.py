@@ -118,7 +118,7 @@ dist.destroy_process_group()
 
 
 def test_a_group_without_a_backends_name(tmp_path):
-    """torch then chooses one for the machine. A model on meta, equal numbers of batches and checkpoints need to know."""
+    """torch then chooses one for the machine. Builds on meta, `while_all_have` and saves depend on it."""
     (tmp_path / "script.py").write_text(WITHOUT_A_BACKEND)
     ended = started.on_ranks([str(tmp_path / "script.py"), str(tmp_path / "run")], 2)
     assert [(rank.returncode, rank.stdout) for rank in ended] == [(0, "{'steps': 2} cpu\n")] * 2, ended

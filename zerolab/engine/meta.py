@@ -68,8 +68,8 @@ class Source:
             raise KeyError(f"state_dict does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}")
         if missing:
             raise KeyError(
-                f"{missing[:5]} are on the meta device and not in state_dict, because these buffers are not persistent. "
-                "Pass init_fn= as well: it is called as init_fn(name, tensor) for each tensor that state_dict lacks"
+                f"{missing[:5]} are on the meta device and are not in state_dict, because these buffers are not "
+                "persistent. Pass init_fn= as well, which is called as init_fn(name, tensor) for what state_dict lacks"
             )
         for name, tensor in on_meta.items():
             if name in values and values[name].shape != tensor.shape:

@@ -6,8 +6,8 @@ a sharded checkpoint instead (checkpoint/), which gathers nothing and includes t
 
 Names are the same here, in checkpoints and in `state_dict=` of a model on meta: the names of `model.named_parameters()`
 and `named_buffers()`, without what torch.compile and activation checkpointing insert. Hooks that change a module's
-`state_dict()` do not run. A hook may return tensors that are neither parameters nor buffers, such as a split q, k and v,
-and nobody could load these into the shards again.
+`state_dict()` do not run, because they may return tensors that are neither parameters nor buffers. For example, a hook
+may split a fused weight into q, k and v, and these could not be loaded into the shards again.
 
 FSDP2 does this in `torch.distributed.checkpoint.state_dict.get_model_state_dict` with `full_state_dict=True`.
 """
@@ -131,8 +131,8 @@ def check_state(own, state):
     """`state` with plain names. Raises an error if it does not fit the model, whose `own_state` is `own`."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"expected a dictionary {{name: tensor}}, got {type(state).__name__}: every rank must pass the whole state. "
-            "If only one rank has it, send it to the others first, for example with dist.broadcast_object_list"
+            f"expected a dictionary {{name: tensor}}, got {type(state).__name__}: every rank must pass the whole "
+            "state. If only one rank has it, send it to the others first, for example with dist.broadcast_object_list"
         )
     state = {plain_name(key): value for key, value in state.items()}
     missing = [key for key in own if key not in state]
