@@ -22,8 +22,15 @@ def alone(program: list[str], **environment) -> subprocess.CompletedProcess:
     return _run([sys.executable, *program], environment)
 
 
-def torchrun(program: list[str], number: int, **environment) -> subprocess.CompletedProcess:
+def ranks_of(program: list[str], number: int, **environment) -> subprocess.CompletedProcess:
+    """Run `program` on ranks that the project's launcher starts."""
     return _run([sys.executable, *ranks.torchrun(number), *program], environment)
+
+
+def plain_torchrun(program: list[str], number: int, **environment) -> subprocess.CompletedProcess:
+    """Run `program` by torchrun itself, as users do without launch.sh."""
+    line = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
+    return _run([sys.executable, *line, *program], environment)
 
 
 def on_ranks(program: list[str], number: int, **environment) -> list[subprocess.CompletedProcess]:

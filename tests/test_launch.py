@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -24,7 +25,7 @@ from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
 from zerolab.measure.sweeps import SWEEPS
-from zerolab.run import commands, launch, progress
+from zerolab.run import commands, launch, progress, torchrun
 from zerolab.run import ranks as run_ranks
 from zerolab.run.engines import CHAPTERS, ENGINES, named
 from zerolab.run.model import GPT, preset
@@ -183,7 +184,7 @@ def test_a_command_with_ranks_is_started_by_torchrun(words, program, monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for ranks in (["3"], []):
         line = typed_commands.started(*words.split(), *ranks, "--preset", "toy")
-        assert line[:2] == ["-m", "torch.distributed.run"]
+        assert line[:2] == ["-m", "zerolab.run.torchrun"]
         found = parse_args(line[2:])
         assert found.max_restarts == (3 if words.startswith("train") else 0)
         assert found.standalone and found.nproc_per_node == (ranks or ["2"])[0] and found.module
@@ -280,7 +281,7 @@ def test_no_process_is_left_when_a_command_is_stopped(tmp_path, number, status):
         psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 60)
         assert not any(map(psutil.pid_exists, pids))
         if number == signal.SIGINT:
-            assert process.stderr.read().endswith("\nstopped by SIGINT\n")
+            assert process.stderr.read() == "\nstopped by Ctrl-C\n"
 
 
 def test_without_ranks_a_chapter_says_how_it_is_started():
@@ -288,17 +289,20 @@ def test_without_ranks_a_chapter_says_how_it_is_started():
     assert alone.returncode == 1 and "torchrun --nproc-per-node 2 zero2.py" in alone.stderr
 
 
-DYING = """
-import os, sys, time
+# What a user sees if ranks fail. {fate} is the third step of the last rank; `me` is every rank.
+FAILING = """
+import ctypes, os, signal, time
 import torch
 import torch.distributed as dist
 from zerolab.run import process_group
 from zerolab.engine import ZeRO{stage}Engine
 
+def helper(table):
+    return table["nothing"]
+
 def main():
     me = process_group.start()
-    numbers = [None] * me.world_size
-    dist.all_gather_object(numbers, os.getpid())
+    pids = process_group.gathered(os.getpid())
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
     engine = ZeRO{stage}Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
@@ -310,27 +314,122 @@ process_group.run(main)
 """
 
 
-@pytest.mark.long
+def failing(tmp_path, stage: int, fate: str) -> list[str]:
+    file = tmp_path / "failing.py"
+    file.write_text(FAILING.format(stage=stage, fate=fate))
+    return [str(file)]
+
+
 @pytest.mark.parametrize(
-    "stage, world_size, fate, status",
-    (
-        (1, 3, "os.kill(os.getpid(), 9)", -9),
-        (2, 2, "raise ValueError('I have had enough')", 2),
-        (3, 2, "while os.path.exists(f'/proc/{numbers[0]}'): time.sleep(0.1)", 1),
-    ),
-    ids=("killed", "raises", "hangs"),
+    "stage, fate, status, message",
+    [
+        pytest.param(
+            2, "raise ValueError('I have had enough')", 2, r"\[rank 1\] error: I have had enough", id="a mistake"
+        ),
+        pytest.param(
+            3, "os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL: .*ran out of memory.*", id="killed"
+        ),
+        pytest.param(
+            1, "os._exit(3)", 3, "error: rank 1 ended with exit status 3; .*", id="exits", marks=pytest.mark.long
+        ),
+        pytest.param(
+            1,
+            "open('/dev/full', 'w').write('x' * 10**6)",
+            2,
+            r"\[rank 1\] error: .*No space left on device",
+            id="a full disk",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
-def test_when_a_rank_dies_or_hangs_every_other_one_ends_with_an_error(tmp_path, stage, world_size, fate, status):
-    file = tmp_path / "dying.py"
-    file.write_text(DYING.format(stage=stage, fate=fate))
-    # Nobody ends the others: they must do it themselves. A rank that hangs does so until they have.
-    *others, lost = started.on_ranks([str(file)], world_size, ZERO_TIMEOUT=5)
-    assert lost.returncode == status
-    assert ("raise" in fate) == (f"[rank {world_size - 1}] error: I have had enough" in lost.stderr), lost.stderr
+def test_the_last_line_is_what_happened_first(tmp_path, stage, fate, status, message):
+    """The other rank fails too, because this one is gone, and prints nothing."""
+    ended = started.ranks_of(failing(tmp_path, stage, fate), 2)
+    assert ended.returncode == status and re.fullmatch(message, ended.stderr.strip()), ended.stderr
+
+
+@pytest.mark.long
+def test_of_a_mistake_that_nobody_has_foreseen_there_is_one_traceback(tmp_path):
+    """All ranks make it."""
+    program = failing(tmp_path, 1, "pass")
+    file = tmp_path / "failing.py"
+    file.write_text(file.read_text().replace("pids = ", "helper({})\n    pids = "))
+    ended = started.ranks_of(program, 2)
+    assert ended.returncode == 1 and ended.stderr.endswith("KeyError: 'nothing'\n")
+    assert ended.stderr.count("Traceback") == ended.stderr.count("in helper") == 1, ended.stderr
+
+
+@pytest.mark.long
+def test_of_a_crash_outside_of_python_its_place_is_printed(tmp_path):
+    ended = started.ranks_of(failing(tmp_path, 1, "ctypes.string_at(0)"), 2)
+    assert ended.returncode == 128 + signal.SIGSEGV
+    assert ended.stderr.count("Fatal Python error: Segmentation fault") == 1 and "failing.py" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: rank 1 was killed by SIGSEGV: "), ended.stderr
+
+
+@pytest.mark.long
+def test_of_a_rank_that_hangs_its_number_is_printed(tmp_path):
+    """After ZERO_TIMEOUT the other rank gives up. It has not caused that."""
+    ended = started.ranks_of(failing(tmp_path, 3, "time.sleep(10**6)"), 2, ZERO_TIMEOUT=5)
+    error, missing = ended.stderr.splitlines()[-2:]
+    assert ended.returncode == 1 and ended.stderr.count("error:") == 1, ended.stderr
+    assert error.startswith("[rank 0] error: ") and missing.startswith("Rank(s) 1 were still running"), ended.stderr
+
+
+@pytest.mark.long
+def test_an_engine_file_that_raises_on_all_ranks_gives_one_message_with_its_lines(tmp_path):
+    (tmp_path / "raises.py").write_text("""\
+def build(model, optimizer, device):
+    return helper(model)
+
+def helper(model):
+    raise ValueError("a bigger model, please")
+""")
+    options = [*SMALL, "--engine-file", str(tmp_path / "raises.py"), "--json", str(tmp_path / "out.json")]
+    ended = started.launch("compare", "2", *options)
+    assert ended.returncode == 1
+    first, *traced = ended.stderr.splitlines()
+    assert first.endswith("error: raises.py, line 5: ValueError: a bigger model, please"), ended.stderr
+    frames = [line.split(", ", 1)[1] for line in traced if line.startswith("  File")]
+    assert frames == ["line 2, in build", "line 5, in helper"], ended.stderr
+
+
+@pytest.mark.long
+def test_under_plain_torchrun_each_rank_prints_its_error(tmp_path):
+    ended = started.plain_torchrun(failing(tmp_path, 2, "raise ValueError('I have had enough')"), 2)
+    assert ended.returncode == 1 and "[rank 1] error: I have had enough\n" in ended.stderr
+
+
+def test_the_first_failure_is_the_one_that_made_the_others_fail(tmp_path):
+    """Times are in whole seconds. A rank that torch killed 30 s after its SIGTERM is not the first, either."""
+
+    def failure(exitcode: int, timestamp: int, text: str | None = None, lost: bool = False):
+        message = "no file" if text is None else {"message": text, "extraInfo": {"lost": lost}}
+        return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, message=message)
+
+    waits = failure(1, 7, "[rank 0] error: Connection closed by peer\n", lost=True)
+    raises = failure(2, 7, "[rank 1] error: too large\n")
+    assert torchrun.report({0: waits, 1: raises, 2: failure(-15, 7)}) == ("[rank 1] error: too large\n", 2)
+    text, status = torchrun.report({0: waits, 1: failure(-9, 37), 2: failure(-15, 8)})
+    assert status == 1 and text.splitlines()[1].startswith("Rank(s) 1, 2 were still running")
+    text, status = torchrun.report({0: waits, 1: failure(-9, 7)}, max_restarts=3)
+    assert status == 137 and text.splitlines()[0] == "The ranks have failed 4 times. The last time:"
+    assert text.splitlines()[1].startswith("error: rank 1 was killed by SIGKILL")
+    assert "on the others" in torchrun.report({0: waits})[0]  # another machine's rank is the first
+    assert torchrun.report({0: failure(1, 7, "")}) == ("", 1)  # it has printed why
+    assert torchrun.report({0: failure(141, 7)}) == ("", 141)  # `| head`
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage, fate", [(1, "os.kill(os.getpid(), 9)"), (3, "while alive(pids[0]): time.sleep(0.1)")])
+def test_when_a_rank_dies_or_hangs_every_other_one_ends_with_an_error(tmp_path, stage, fate):
+    """Nobody ends the others: they must do it themselves. A rank that hangs does so until they have."""
+    program = failing(tmp_path, stage, fate.replace("alive(pids[0])", "os.path.exists(f'/proc/{pids[0]}')"))
+    *others, last = started.on_ranks(program, 3 if stage == 1 else 2, ZERO_TIMEOUT=5)
+    assert last.returncode == (-9 if stage == 1 else 1)
     for rank, other in enumerate(others):
         assert other.returncode == 1, other.stderr
-        assert f"[rank {rank}] error: " in other.stderr, other.stderr
-        assert "another rank" in other.stderr.lower()  # where to look
+        assert f"[rank {rank}] error: " in other.stderr and "another rank" in other.stderr.lower(), other.stderr
         assert "Warning" not in other.stderr
 
 

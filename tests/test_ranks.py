@@ -116,19 +116,7 @@ def test_how_ranks_have_ended(tmp_path):
     Path(tmp_path, "now.0").write_text("barrier")
     there = ranks.Ranks([], 5, 1, file="a.py")
     there.folder = tmp_path
-    there.text = """
-Failures:
-[1]:
-  time      : 2026-11-27_20:00:00
-  host      : here
-  rank      : 3 (local_rank: 3)
-  exitcode  : 5 (pid: 78)
-  error_file: <N/A>
-Root Cause (first observed failure):
-[0]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 71)
-"""
+    Path(tmp_path, "failures").write_text('{"1": -9, "2": -11, "3": 5}')
     assert [there.death(rank) for rank in range(5)] == [
         "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",

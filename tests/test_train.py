@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def disturbed(folder: Path, **trouble: int) -> subprocess.CompletedProcess:
     """A launcher's run to its end, with `trouble` after so many steps (tests/train_disturbed.py)."""
     for name, step in trouble.items():
         (folder / name).write_text(str(step))
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 9 --signals-to-handle SIGTERM"
+    launcher = "-m zerolab.run.torchrun --standalone --nproc-per-node 2 --max-restarts 9 --signals-to-handle SIGTERM"
     own = {"TROUBLE": str(folder), "ZERO_TIMEOUT": "6", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     ended = subprocess.run(
         [sys.executable, *launcher.split(), train_disturbed.__file__, *OPTIONS, "--folder", str(folder / "run")],
@@ -72,7 +73,9 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))  # none twice, none lost
     for line, other in zip(steps, expected, strict=True):
         assert line | {"time": 0, "tokens_per_s": 0} == other | {"time": 0, "tokens_per_s": 0}
-    assert (first.returncode, second.returncode) == (1, 0), first.stderr + second.stderr  # 1 is torchrun's
+    assert (first.returncode, second.returncode) == (128 + signal.SIGTERM, 0), first.stderr + second.stderr
+    assert "torchrun: failed (exitcode: -9) local_rank: 0" in first.stderr, first.stderr
+    assert "Traceback" not in first.stderr + second.stderr, first.stderr + second.stderr
     assert "Stopped on request after step" in first.stdout and "Run the same command to continue" in first.stdout
     # The stacks of the rank that hangs, and of the rank that waits for it.
     assert "Timeout" in first.stderr and "in hang" in first.stderr and "in wait" in first.stderr, first.stderr

@@ -47,7 +47,7 @@ def typed(line: str) -> tuple[int, str, str]:
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(os, "_exit", sys.exit),
-        mock.patch.object(process_group, "record", lambda main: main),  # torch's `record` would write crashes to `err`
+        mock.patch.object(process_group.ErrorHandler, "initialize"),  # it would write crashes to `err`
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -57,7 +57,7 @@ def typed(line: str) -> tuple[int, str, str]:
             program = started(*words[len(environment) :])
             out.seek(0)
             out.truncate()  # which has the command line of torchrun
-            start_of_module = program.index("-m", program.index("-m") + 1 if "torch.distributed.run" in program else 0)
+            start_of_module = program.index("-m", program.index("-m") + 1 if "zerolab.run.torchrun" in program else 0)
             module, *arguments = program[start_of_module + 1 :]
             with mock.patch.object(sys, "argv", [module, *arguments]):
                 runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+ERRORS_ARE_COLLECTED = "ZERO_ERRORS_ARE_COLLECTED"  # set for ranks whose launcher prints their first error
+
 
 @contextlib.contextmanager
 def one_line(*mistakes: type[Exception]):
@@ -23,16 +25,16 @@ def one_line(*mistakes: type[Exception]):
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os._exit(128 + signal.SIGPIPE)
     except mistakes as error:
-        say_error(error)
+        print(error_line(error), end="", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def say_error(error: BaseException, hint: str = "") -> None:
-    """One line on stderr. Of a rank it begins with its number."""
+def error_line(error: BaseException) -> str:
+    """The message that a command prints for `error`. On a rank it begins with the rank's number."""
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     if isinstance(error, OSError) and error.filename:
-        error = f"{str(error.filename)!r} cannot be used: {error.strerror}. Name another one"
-    print(f"{where}error: {error}{hint}", file=sys.stderr, flush=True)
+        return f"{where}error: {str(error.filename)!r} cannot be used: {error.strerror}. Name another one\n"
+    return f"{where}error: {error}\n"
 
 
 def did_you_mean(given: str, known) -> str:

@@ -153,16 +153,27 @@ def where(error: BaseException, path: str) -> str:
 def _lines_in(error: BaseException, path: str) -> list[int]:
     """The lines of the file that the error came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame.lineno for frame in frames if Path(frame.filename).resolve() == Path(path).resolve()]
+    return [frame.lineno for frame in frames if _is(frame, path)]
+
+
+def _is(frame: traceback.FrameSummary, path: str) -> bool:
+    return Path(frame.filename).resolve() == Path(path).resolve()
+
+
+def _traceback_from(error: BaseException, path: str) -> str:
+    """The part of the traceback that begins in the file: what called it is not the user's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next(index for index, frame in enumerate(frames) if _is(frame, path))
+    return "".join(traceback.format_list(frames[first:])).rstrip("\n")
 
 
 @contextlib.contextmanager
 def named_in_errors():
-    """Inside, an exception out of an engine's file becomes a RuntimeError that names the line there."""
+    """Inside, an exception out of an engine's file becomes a RuntimeError with the line and the traceback there."""
     try:
         yield
     except (Exception, SystemExit) as error:
         for engine in ENGINES.values():
             if engine.file and _lines_in(error, engine.file):
-                raise RuntimeError(where(error, engine.file)) from error
+                raise RuntimeError(f"{where(error, engine.file)}\n{_traceback_from(error, engine.file)}") from error
         raise

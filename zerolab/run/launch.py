@@ -1,7 +1,7 @@
 """What ./launch.sh starts: reads a command's options, sets up the environment, and starts the command.
 
-A command that needs ranks is started by torchrun, with the line that is printed. Imports only the standard library, so
-`--help` and mistakes are answered before anything is installed or torch is imported.
+A command that needs ranks is started by torchrun.py, as torchrun would with the line that is printed. Imports only the
+standard library, so `--help` and mistakes are answered before anything is installed or torch is imported.
 """
 
 import difflib
@@ -252,23 +252,26 @@ def torchrun_options(command: str, ranks: int) -> list[str]:
 
 
 def start(line: list[str]) -> int:
-    """Run torchrun to its end, and return the exit status. A signal to this process is passed on to torchrun.
+    """Run zerolab/run/torchrun.py to its end, and return the exit status. A signal to this process is passed on.
 
-    torchrun has its own session, so that Ctrl-C reaches it once: from here. After kill -9 of this process the kernel
-    sends it SIGTERM, and it ends its ranks.
+    It has its own session, so that Ctrl-C reaches it once: from here. After kill -9 of this process the kernel sends
+    it SIGTERM, and it ends its ranks.
     """
     received = []
     with subprocess.Popen(line, start_new_session=True, preexec_fn=end_with_parent) as process:
 
         def pass_on(number, frame):
             received.append(number)
-            process.send_signal(number)
+            # Ranks that still import torch, or wait in C++, end at once by SIGTERM. By SIGINT they would print a
+            # traceback each, or lose it. `train` saves after either.
+            process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             signal.signal(number, pass_on)
         status = process.wait()
     if received:
-        print(f"\nstopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        name = "Ctrl-C" if received[0] == signal.SIGINT else signal.Signals(received[0]).name
+        print(f"\nstopped by {name}", file=sys.stderr)
         return 128 + received[0]
     return status if status >= 0 else 128 - status
 
@@ -363,7 +366,7 @@ def main(argv: list[str]) -> int:
     os.environ.update(variables)
     set_before = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     print("+", *set_before, "torchrun", shlex.join(line), flush=True)
-    return start([python, "-m", "torch.distributed.run", *line])
+    return start([python, "-m", "zerolab.run.torchrun", *line])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
 
 import itertools
+import json
 import os
 import platform
 import signal
@@ -12,11 +13,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from zerolab.engine import accelerator
 from zerolab.run import commands
-from zerolab.run.command_line import one_line, say_error
+from zerolab.run.command_line import ERRORS_ARE_COLLECTED, error_line, one_line
 from zerolab.run.parent import end_with_parent
 
 
@@ -145,39 +146,68 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+MISTAKES = (ValueError, TypeError, OSError)  # the user's: one line is enough, and exit status 2
+
+
+class Recorder(ErrorHandler):
+    """Writes this rank's error to the file that torch's agent reads: torchrun.py here, or torchrun's table."""
+
+    def record_exception(self, error: BaseException) -> None:
+        self.record(message(error), waited_in_vain(error))
+
+    def record(self, text: str, lost: bool = False) -> None:
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is None:  # no agent has started this process
+            return
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "lost": lost}
+        with open(file, "w") as opened:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, opened)
+
+
 def run(main) -> None:
     """Call `main()` and end the process. An exception becomes one readable message and exit status 1 or 2.
 
-    The other ranks do not wait for this one: torchrun stops them when it exits.
+    The other ranks do not wait for this one: the launcher stops them when it exits.
     """
-
-    @record  # writes an error that nobody has foreseen down for torchrun, which prints it at the end
-    def recorded() -> None:
-        try:
-            with one_line():
-                main()
-        except (ValueError, TypeError, OSError) as error:
-            # Before the ranks meet all of them find the same mistake: one of them says it.
-            if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-                say_error(error)
-            sys.exit(2)
-
-    status = 1
+    status, recorder = 0, Recorder()
     try:
-        recorded()
-        status = 0
+        record(one_line()(main), recorder)()
     except SystemExit as leaving:
         status = leaving.code or 0
-    except RuntimeError as error:
-        hint = "\nAnother rank has failed or hangs: look for the first error of another rank."
-        say_error(error, hint if lost(str(error)) else "")
-    except Exception:
-        traceback.print_exc()  # an unexpected error: show where it comes from
+        if status:
+            recorder.record("")  # `main` has printed why
+    except Exception as error:
+        status = 2 if isinstance(error, MISTAKES) else 1
+        print_error(error)
     sys.stderr.flush()
     os._exit(status)  # no destructors: gloo's may abort or wait for ranks that have gone
 
 
-def lost(said: str) -> bool:
+def message(error: BaseException) -> str:
+    """What is printed of an exception: one line, or the traceback of one that nobody has foreseen."""
+    if isinstance(error, (*MISTAKES, RuntimeError)):
+        return error_line(error)
+    return "".join(traceback.format_exception(error))
+
+
+def print_error(error: BaseException) -> None:
+    """On a rank whose launcher does not collect the errors: under plain torchrun, or if ranks are restarted."""
+    if ERRORS_ARE_COLLECTED in os.environ:
+        return
+    # Before the ranks meet all of them find the same mistake: one of them prints it.
+    if isinstance(error, MISTAKES) and not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    hint = (
+        "Another rank has failed or hangs: look for the first error of another rank.\n" if waited_in_vain(error) else ""
+    )
+    print(message(error), hint, sep="", end="", file=sys.stderr)
+
+
+def waited_in_vain(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and lost(str(error))
+
+
+def lost(text: str) -> bool:
     """Whether an error's message comes from a rank that waited for another rank in vain."""
     signs = "waited in vain", "imed out", "timeout", "onnection closed", "onnection reset", "pair closure", "peer"
-    return any(sign in said for sign in signs)
+    return any(sign in text for sign in signs)

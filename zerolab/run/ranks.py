@@ -1,4 +1,4 @@
-"""Starts torchrun, and collects what each rank reports, even if ranks hang or die.
+"""Starts ranks with torchrun, and collects what each rank reports, even if ranks hang or die.
 
     with Ranks(["-m", "my.module", "zero2"], 2, seconds=60) as ranks:    # my.module is given ranks.folder as well
         for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank
@@ -68,9 +68,9 @@ def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[
 # Starting ranks.
 
 
-def torchrun(world_size: int) -> list[str]:
+def torchrun(world_size: int, *more: str) -> list[str]:
     """The arguments of Python that start so many ranks on this machine; a script or `-m module` follows."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    return ["-m", "zerolab.run.torchrun", *more, "--standalone", "--nproc-per-node", str(world_size)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -129,7 +129,8 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         output = self._stack.enter_context(open(self.folder / "output", "w"))
-        command = [sys.executable, *torchrun(self.world_size), *self.command, str(self.folder)]
+        statuses = "--failures", str(self.folder / "failures")
+        command = [sys.executable, *torchrun(self.world_size, *statuses), *self.command, str(self.folder)]
         streams = {"stdout": output if self.quiet else None, "stderr": output}
         self.until = time.monotonic() + self.seconds
         self.process = self._stack.enter_context(started(command, env=environment(**self.variables), **streams))
@@ -170,9 +171,8 @@ class Ranks:
         return [verdict or instead for verdict, instead in zip(verdicts, lost)]
 
     def last_words(self) -> str:
-        """When all have ended: the ranks' lines of errors ("[rank 1] error: ..."), or the end of what there is."""
-        said = re.findall(r"^\[rank \d+\] error: .*$", self.text, re.MULTILINE)
-        return "\n".join(said) if said else self.text[-3000:]
+        """When all have ended: the end of what they have printed, which has the first error."""
+        return self.text[-3000:]
 
     def death(self, rank: int) -> str | None:
         """A sentence about how a rank ended, once all have ended. None for a rank that never began."""
@@ -183,9 +183,8 @@ class Ranks:
         return self._death(rank) + last
 
     def _death(self, rank: int) -> str:
-        # torchrun's table of failures has a line "rank : 1 (local_rank: 1)", then one "exitcode : -9 (pid: 71)".
-        found = re.search(rf"rank +: {rank} \(.*\n +exitcode +: (-?\d+) ", self.text)
-        status = int(found[1]) if found else 0
+        failures = self.folder / "failures"  # {rank: exit status}; not there if torchrun was ended itself
+        status = json.loads(failures.read_text()).get(str(rank), 0) if failures.exists() else 0
         if crash := (self.folder / f"crash.{rank}").read_text():
             what = crash.split("\n")[0].removeprefix("Fatal Python error: ")
             line = self.file and re.search(rf'File "{re.escape(self.file)}", line (\d+)', crash)
