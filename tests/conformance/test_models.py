@@ -249,6 +249,24 @@ class ComputedWeights(Layers):
         return torch.tanh(F.linear(F.linear(x, part), part.T, block.b.bias))
 
 
+class SavedByBlocks(Layers):
+    """The activations of each block are saved on the CPU."""
+
+    def use(self, block, x):
+        with save_on_cpu():
+            return block(x)
+
+
+class SavedInside(Layers):
+    """The activations of a part of each block are saved on the CPU."""
+
+    @staticmethod
+    def run(block, x):
+        with save_on_cpu():
+            h = torch.tanh(block.a(x))
+        return x + torch.tanh(block.b(h))
+
+
 def saved_on_cpu(model, x, targets):
     with save_on_cpu():
         return mse(model, x, targets)
@@ -292,6 +310,8 @@ CASES = {
     "a function of one's own": (OwnFunction, mse),
     "computed weights": (ComputedWeights, mse),
     "saved on the CPU": (Layers, saved_on_cpu),
+    "saved on the CPU by blocks": (SavedByBlocks, mse),
+    "saved on the CPU inside blocks": (SavedInside, mse),
     "two forwards": (Layers, two_forwards),
     "keyword arguments": (ByKeyword, mse),
 }
