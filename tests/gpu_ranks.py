@@ -6,13 +6,13 @@ import tempfile
 import traceback
 from datetime import timedelta
 
-import helpers
+from zerolab.run import pool
 
 STARTING = 600  # seconds for the ranks to import torch and to meet
 
 
 class OnGpus:
-    """`on_gpus(2, function, **arguments)` is `helpers.run_on_ranks` on ranks that have GPUs."""
+    """`on_gpus(2, function, **arguments)` is `run_on_ranks` on ranks that have GPUs."""
 
     def __init__(self):
         self.pools = {}  # number of ranks -> its GpuPool
@@ -27,14 +27,14 @@ class OnGpus:
             raise
 
     def close(self):
-        for pool in self.pools.values():
-            pool.end()
+        for each in self.pools.values():
+            each.end()
 
 
-class GpuPool(helpers.Pool):
+class GpuPool(pool.Pool):
     def __init__(self, ranks):
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.timeout = helpers.TIMEOUT
+        self.timeout = pool.TIMEOUT
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(ranks):
@@ -75,7 +75,7 @@ def serve(rank, ranks, folder, pipe):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=helpers.TIMEOUT),
+        timeout=timedelta(seconds=pool.TIMEOUT),
         device_id=device if backend == "nccl" else None,
     )
     pipe.send(None)

@@ -8,17 +8,9 @@
 or, without pytest: `run_on_ranks(3, function, *args)` returns what `function(*args)` returns on each rank.
 """
 
-import atexit
 import copy
 import functools
 import importlib
-import multiprocessing
-import os
-import tempfile
-import time
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -28,45 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-# Ranks. Starting a process takes seconds, so each pool of ranks is started once and then runs all its tests.
-
-TIMEOUT = 60  # seconds, for a collective and for a whole test
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]  # imported once, not by each rank
-pools = {}  # number of ranks -> its Pool
-
-
-class RankFailed(AssertionError):
-    """A rank failed, died or hung. The message has its traceback.
-
-    failures   {rank: the text of its traceback, or the argument of `Reported`}
-    died       {rank: exit code}
-    silent     ranks that gave no answer
-    """
-
-    def __init__(self, failures, died, silent):
-        lines = [str(failure) for failure in failures.values()]
-        lines += [f"rank {rank} died, exit code {code}" for rank, code in died.items()]
-        lines += [f"no answer from the ranks {silent}"] if silent else []
-        super().__init__("\n".join(lines))
-        self.failures, self.died, self.silent = failures, died, silent
-
-
-class Reported(Exception):
-    """Raised on a rank, with a failure that can be sent."""
-
-
-def run_on_ranks(ranks, function, *args, **kwargs):
-    """Call a module-level `function` on `ranks` ranks over gloo. Returns their results in the order of the ranks.
-
-    Raises RankFailed with the traceback of each rank that failed. The next call then gets new ranks.
-    """
-    if ranks not in pools:
-        pools[ranks] = Pool(ranks, TIMEOUT)
-    try:
-        return pools[ranks].run(function, args, kwargs)
-    except BaseException:
-        pools.pop(ranks).kill()  # the others may wait in a collective
-        raise
+from zerolab.run.pool import run_on_ranks
 
 
 def on_every_rank(test):
@@ -81,80 +35,6 @@ def on_every_rank(test):
 
 def run_body(module, name, arguments):
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
-
-
-class Pool:
-    def __init__(self, ranks, timeout):
-        # Ranks are forked from a server that has imported torch and started no thread. They cannot be forked from this
-        # process, because torch's threads would be missing and gloo would hang.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self.timeout = timeout
-        self.folder = tempfile.TemporaryDirectory()  # has the file in which the ranks meet
-        self.pipes, self.processes = [], []
-        for rank in range(ranks):
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, ranks, timeout, self.folder.name, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that a rank that dies closes the pipe
-            self.pipes.append(pipe)
-            self.processes.append(process)
-
-    def run(self, function, args, kwargs):
-        for pipe in self.pipes:
-            pipe.send((function, args, kwargs))
-        results, failures, died = {}, {}, {}
-        waiting = dict(zip(self.pipes, range(len(self.pipes))))
-        deadline = time.monotonic() + 2 * self.timeout
-        while waiting and (ready := wait(waiting, max(0, deadline - time.monotonic()))):
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    results[rank], failure = pipe.recv()
-                except EOFError:
-                    self.processes[rank].join(10)
-                    died[rank] = self.processes[rank].exitcode
-                else:
-                    if failure is not None:
-                        failures[rank] = failure
-            if failures or died:
-                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for these
-        if failures or died or waiting:
-            raise RankFailed(failures, died, sorted(waiting.values()))
-        return [results[rank] for rank in sorted(results)]
-
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.folder.cleanup()
-
-
-def serve(rank, ranks, timeout, folder, pipe):
-    """The program of a rank: call the functions that arrive in the pipe, until it closes."""
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does: DeepSpeed reads it
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-    )
-    while True:
-        try:
-            function, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
-        try:
-            pipe.send((function(*args, **kwargs), None))
-        except Reported as error:
-            pipe.send((None, error.args[0]))
-        except BaseException:
-            pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
-
-
-@atexit.register
-def kill_all():
-    for pool in pools.values():
-        pool.kill()
 
 
 # Models. All take tokens (batch, 6) and return (batch, 3).

@@ -7,11 +7,11 @@ import pytest
 import started
 import torch
 import torch.distributed as dist
-from helpers import run_on_ranks
 from torch import nn
 
 from zerolab.measure import bench
 from zerolab.run.data import Batches
+from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 
 

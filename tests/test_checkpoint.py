@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import EXACT, WORDS, batch, mse, on_every_rank, own_batch, raised_on_every_rank, run_on_ranks, same, seeded
+from helpers import EXACT, WORDS, batch, mse, on_every_rank, own_batch, raised_on_every_rank, same, seeded
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -35,6 +35,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
 from zerolab.engine.checkpoint import folders, metadata
+from zerolab.run.pool import run_on_ranks
 
 STAGES = [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine]
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

@@ -9,9 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import RankFailed, run_on_ranks
 
 from zerolab.run import ranks as run_ranks
+from zerolab.run.pool import RankFailed, run_on_ranks
 from zerolab.run.ranks import ROOT
 from zerolab.teach import exercise
 from zerolab.teach.check import examine as check_examine

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, run_on_ranks, seeded
+from helpers import Blocks, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +36,7 @@ from zerolab.run.counterparts import PlainStep
 from zerolab.run.data import Batches
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, PRESETS
+from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 
 # On the ranks.

@@ -19,7 +19,6 @@ import started
 import torch
 import torch.distributed as dist
 import typed_commands
-from helpers import run_on_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
@@ -29,6 +28,7 @@ from zerolab.run import commands, launch, progress, torchrun
 from zerolab.run import ranks as run_ranks
 from zerolab.run.engines import CHAPTERS, ENGINES, named
 from zerolab.run.model import GPT, preset
+from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 from zerolab.run.ranks import ROOT
 from zerolab.teach.exercises import EXERCISES

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import RankFailed, run_on_ranks
 
+from zerolab.run.pool import RankFailed, run_on_ranks
 from zerolab.teach.museum import visit as museum
 from zerolab.teach.museum.exhibits import EXHIBITS, LABELS
 from zerolab.teach.museum.loop import Loop, visit

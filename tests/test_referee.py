@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_on_ranks
 from pages_engine import CORRECT, WRONG, changed
 
 import fsdp2_compare as referee
@@ -17,6 +16,7 @@ from zerolab.measure import proof, referee_report
 from zerolab.run import engine_file
 from zerolab.run.data import load_text
 from zerolab.run.engines import ENGINES
+from zerolab.run.pool import run_on_ranks
 
 
 def run(difference: float, float64: float | None, tolerance: float) -> dict:

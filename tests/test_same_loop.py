@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
-from helpers import Blocks, own_batch, run_on_ranks, seeded
+from helpers import Blocks, own_batch, seeded
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from zerolab.run.engines import CHAPTERS, STAGES
+from zerolab.run.pool import run_on_ranks
 
 
 @pytest.mark.parametrize("stages, more", (

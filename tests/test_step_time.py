@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_on_ranks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ import fsdp2_compare as referee
 from zerolab.measure import referee_report, step_time, timeline
 from zerolab.measure.timeline import Span, Wait
 from zerolab.run.model import GPTConfig
+from zerolab.run.pool import run_on_ranks
 
 # On the ranks.
 

@@ -2,7 +2,7 @@
 
 import re
 
-from helpers import run_on_ranks
+from zerolab.run.pool import run_on_ranks
 
 # What is shown of a step with three units. It is the sequence at the top of zero3.py.
 FORWARD = [

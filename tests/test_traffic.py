@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from helpers import run_on_ranks
 from torch.distributed import _functional_collectives as functional
 
 from zerolab.measure.traffic import TrafficLedger
+from zerolab.run.pool import run_on_ranks
 
 ELEMENTS = 6  # of each part, in float32
 PART = 4 * ELEMENTS

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_disturbed
-from helpers import run_on_ranks
 
 from zerolab.run import commands, folder_lock, journal, ranks, train
 from zerolab.run.data import Batches, load_text, split
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, sample
+from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 
 STEPS = 40

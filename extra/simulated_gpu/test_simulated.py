@@ -180,7 +180,7 @@ def test_what_is_wrong_is_named(on_all, case, words):
 @finds
 @several
 def test_ranks_that_issue_different_collectives_are_named(on_all):
-    from helpers import RankFailed
+    from zerolab.run.pool import RankFailed
 
     for found in on_all(cases.different_collectives):
         assert "different collectives" in found and "all-reduce from 6 to 6 float32" in found, found

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_on_ranks
 from typed_commands import typed
 
 from extra.watch import chromium, lines, page
@@ -23,6 +22,7 @@ from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, of_engine, of_exhibit
 from zerolab.measure.ledger import PARTS
+from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 from zerolab.teach import watch_page
 from zerolab.teach.museum.loop import Loop

@@ -1,19 +1,19 @@
 """Which engines are asked, on how many ranks; and the body of a test runs on the ranks."""
 
-import helpers
 import pytest
 
 from conformance import report
 from conformance.on_ranks import outcome_on_ranks
 from conformance.subjects import CHAPTERS, STAGES, subject
+from zerolab.run import pool
 
 # The options are in tests/conftest.py, because pytest reads them before it comes here.
 
 
 def pytest_configure(config):
-    helpers.PRELOADED.append("conformance.preloaded")
+    pool.PRELOADED.append("conformance.preloaded")
     if config.getoption("patience"):
-        helpers.TIMEOUT = config.getoption("patience")
+        pool.TIMEOUT = config.getoption("patience")
     if config.getoption("engine"):
         config.pluginmanager.register(report.Report(config), "conformance report")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from _pytest.config import _prepareconfig
-from helpers import RankFailed, Reported, run_on_ranks
 
 from conformance.subjects import subject
+from zerolab.run.pool import RankFailed, Reported, run_on_ranks
 
 TESTS = Path(__file__).resolve().parent.parent
 WORST = ("crash", "hang", "wrong", "refused", "correct", "not applicable")  # of several cases, the first counts
