@@ -84,7 +84,7 @@ class Pool:
         waiting = dict(zip(self.pipes, range(len(self.pipes))))
         deadline = time.monotonic() + 2 * self.timeout
         while waiting and (ready := wait(waiting, max(0, deadline - time.monotonic()))):
-            for pipe in ready:
+            for pipe in [each for each in waiting if each in ready]:
                 rank = waiting.pop(pipe)
                 try:
                     results[rank], failure = pipe.recv()
