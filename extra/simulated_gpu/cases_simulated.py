@@ -9,7 +9,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from cases_cuda import mse_on_gpu
+from helpers import EXACT, MOMENTUM, Blocks, concatenated, different_on_ranks, own_batch, same, seeded
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from extra.simulated_gpu import findings
@@ -200,6 +203,51 @@ def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
         engine.training_step(*batch(step), next_token_loss)
     torch.cuda.synchronize()
     return findings.found()
+
+
+# Groups.
+
+
+class Idle(Blocks):
+    """A parameter that no step uses, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(3))
+        self.register_buffer("ones", torch.ones(2))
+
+
+def some_ranks_train(stages: list[str], folder: str) -> None:
+    """Ranks 0 to 3 are a mesh, and train as one process does. The others take part in nothing."""
+    mesh = DeviceMesh("cuda", [[0, 1], [2, 3]])
+    if dist.get_rank() > 3:
+        return
+    for stage in stages:
+        plain = seeded(Idle).cuda()
+        model = different_on_ranks(plain)
+        optimizer, mine = MOMENTUM(plain.parameters()), MOMENTUM(model.parameters())
+        engine = engines.STAGES[stage](model, mine, group=mesh, find_unused=True)
+        for step in range(3):
+            mse_on_gpu(plain, *concatenated(step, range(4))).backward()
+            mse_on_gpu(engine, *own_batch(step)).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            same(engine.clip_grad_norm_(0.1), expected, EXACT, f"the norm in step {step} of {stage}")
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+            engine.zero_grad()
+            if step == 1:
+                checkpoint.async_save(engine, f"{folder}/{stage}").result()
+                checkpoint.load(engine, f"{folder}/{stage}")
+        found = engine.full_state_dict()
+        for name, expected in plain.state_dict().items():
+            same(found[name], expected.cpu(), EXACT, f"{name} of {stage}")
+    with torch.device("meta"):
+        model = Idle().double()
+    engine = engines.STAGES["zero3"](model, MOMENTUM(model.parameters()), group=mesh, state_dict=found)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cuda"}
+    for name, value in engine.full_state_dict().items():
+        same(value, found[name], 0.0, f"{name} of a model on meta")
 
 
 # Errors that are not races.

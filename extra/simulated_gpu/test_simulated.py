@@ -18,6 +18,7 @@ import psutil
 import pytest
 import started
 import torch
+from gpu_ranks import OnGpus
 
 from zerolab.measure import report
 from zerolab.run import engines, journal, ranks
@@ -153,6 +154,19 @@ def test_notebooks(file, tmp_path):
     done = subprocess.run(command, env=env, cwd=file.parent, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "The runs use: cuda" in done.stdout
+
+
+# Groups.
+
+
+def test_some_ranks_train_while_another_is_idle(monkeypatch, tmp_path):
+    """On five GPUs, over NCCL with a `device_id`, where a new NCCL group needs all ranks. It also ends: see `close`."""
+    monkeypatch.setenv("SIMULATED_GPUS", "5")  # of the ranks, which start here
+    on_five = OnGpus()
+    try:
+        on_five(5, cases.some_ranks_train, stages=["zero1", "zero3"], folder=str(tmp_path))
+    finally:
+        on_five.close()
 
 
 # Mistakes that a GPU would not report, and a simulated one does.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.pair import Pair
 from conformance.test_precision import scaled_step
-from zerolab.engine import GradScaler
+from zerolab.engine import GradScaler, checkpoint
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 
@@ -85,12 +85,21 @@ def test_replicas_train_as_one_process(engine, rows):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.stages("zero2")
-def test_replicas_of_some_ranks_need_no_other(engine):
-    """Ranks 0 and 1 of three are two replicas, and rank 2 takes part in nothing."""
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("besides", [[0, 1, 2], [0, 2], [1, 2]], ids=str)
+def test_replicas_of_some_ranks_need_no_other(engine, besides, tmp_path):
+    """Ranks 0 and 1 of three are two replicas. Rank 2 takes part in nothing, whatever other groups the ranks are in.
+
+    This also holds for a checkpoint that is saved in the background.
+    """
+    dist.new_group(besides)  # if it has one of the two replicas, that one is in more groups than the other
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
     if dist.get_rank() < 2:
-        Pair(engine, seeded(Blocks), ranks=[0, 1], group=mesh).train()
+        pair = Pair(engine, seeded(Blocks), ranks=[0, 1], group=mesh, find_unused=True)
+        pair.train(2)
+        checkpoint.async_save(pair.trained, tmp_path).result()
+        checkpoint.load(pair.trained, tmp_path)
+        pair.train(1)
 
 
 @pytest.mark.ranks(4)

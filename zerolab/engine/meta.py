@@ -87,7 +87,7 @@ class Source:
     def open(self, model, options):
         """The beginning of step 0."""
         self.model, self.options = model, options
-        self.device = device_for(model, options.everyone)
+        self.device = device_for(model, options.group)
         if isinstance(self.state_dict, (str, os.PathLike)):
             self.folder = reader.Folder(reader.newest(self.state_dict), check=False)
 

@@ -1,7 +1,5 @@
 """Functions that all ranks call together: raise one rank's error on every rank, so that none waits; make a group."""
 
-import secrets
-
 import torch.distributed as dist
 
 
@@ -49,19 +47,21 @@ def portable(error):
     return RuntimeError(f"{type(error).__name__}: {message}")
 
 
-def make_group(ranks, groups, backend=None):
-    """A new process group of `ranks`. Only these ranks call it; `dist.new_group` must be called on all ranks.
+def make_group(ranks, groups):
+    """A new process group of `ranks` over gloo, for objects and a few bytes. Only these ranks call it.
 
-    torch names a group after the number of groups that this rank has made. If this number differs between ranks, so do
-    the names, and the ranks wait for each other forever. So the first rank chooses a number and broadcasts it over
-    `groups`, which exist already and together reach all `ranks`.
+    Over gloo, because NCCL would split the communicator of the default group, and all ranks must take part in a split.
+
+    torch names the group after its ranks and after the number of groups that this rank is in. Ranks that use different
+    names wait for each other forever. So a rank that is in fewer groups than another one first makes groups of itself
+    alone. The ranks compare their numbers over `groups`, which exist already and together reach all `ranks`.
     """
-    number = [secrets.randbits(60)]
+    names = dist.distributed_c10d._world.pg_names  # of all groups that this rank is in
+    most = len(names)
     for group in groups:
-        dist.broadcast_object_list(number, group_src=0, group=group)
-    world = dist.distributed_c10d._world
-    before, world.group_count = world.group_count, number[0]
-    try:
-        return dist.new_group(ranks, backend=backend)
-    finally:
-        world.group_count = before
+        numbers = [None] * dist.get_world_size(group)
+        dist.all_gather_object(numbers, most, group=group)
+        most = max(numbers)
+    while len(names) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

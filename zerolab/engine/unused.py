@@ -14,13 +14,15 @@ DDP's option is `find_unused_parameters=True`. It walks the graph after each for
 import torch
 import torch.distributed as dist
 
+from zerolab.engine import accelerator
+
 
 def find_used(buckets, group):
     """The parameters that some rank used since `zero_grad()`. A collective."""
     params = [(bucket, param) for bucket in buckets for param in bucket.params]
-    used = torch.tensor(
-        [param in bucket.used for bucket, param in params], dtype=torch.uint8, device=buckets[0].flat.device
-    )
+    # Where the group sends from: a group of some ranks is over gloo, and sends from the host.
+    device = accelerator.device_of(group)
+    used = torch.tensor([param in bucket.used for bucket, param in params], dtype=torch.uint8, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     return {param for (_, param), flag in zip(params, used.tolist()) if flag}
 

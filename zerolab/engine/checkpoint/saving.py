@@ -54,7 +54,7 @@ class Background:
     """A thread that writes, with its own process group, because its collectives must not mix with training's."""
 
     def __init__(self, group):
-        self.group = make_group(dist.get_process_group_ranks(group or dist.group.WORLD), [group], "gloo")
+        self.group = make_group(dist.get_process_group_ranks(group or dist.group.WORLD), [group])
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.future = None
 
