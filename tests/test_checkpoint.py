@@ -11,7 +11,8 @@ import resource
 import shutil
 import warnings
 from functools import partial
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import numpy
 import pytest
@@ -919,8 +920,11 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_pa
 
     save(step=1)
     limit = files_of_at_most(2_000) if dist.get_rank() == 1 else contextlib.nullcontext()
+    full = SimpleNamespace(free=1_000 if dist.get_rank() == 1 else 10**12)
     with limit, warnings.catch_warnings(record=True, action="always") as warned:
-        raised_on_every_rank(RuntimeError, "rank 1: OSError", save, step=2)
+        raised_on_every_rank(RuntimeError, "rank 1: OSError(27, 'File too large')). Earlier", save, step=2)
+        with patch("shutil.disk_usage", Mock(return_value=full)):
+            raised_on_every_rank(RuntimeError, "is full: rank 1 has 0.0 MB to write, and 0.0 MB are free", save, step=2)
         engine.saving and engine.saving.thread.submit(int).result()  # the thread warns after its future has its error
     assert [str(each.message) for each in warned if "was not saved" in str(each.message)] or not in_background
     dist.barrier()

@@ -66,6 +66,19 @@ def test_a_dropped_engine_is_freed(engine, use):
     assert [type(each()).__name__ for each in references if each() is not None] == []
 
 
+@pytest.mark.stages("zero3")
+def test_a_weight_of_an_engine_that_is_gone_cannot_be_read(engine):
+    """The error says where the values went. Printing the model, which debuggers do, works."""
+    model = seeded(Blocks)
+    trained = engine(model, ADAMW(model.parameters()))
+    trained.training_step(*own_batch(0), nn.functional.mse_loss)
+    del trained
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(3, 5\) has no values any more, because its engine"):
+        model.head.weight.sum()
+    assert "of an engine that is gone" in repr(model.head.weight)
+
+
 @ours
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
 def test_copying_an_engine_raises_an_error(engine, way):

@@ -58,7 +58,8 @@ class FreedParameter(EngineParameter):
 
     def __repr__(self):
         """For messages and debuggers, which print a parameter. Its values are not here."""
-        return f"FreedParameter({name_of(self)!r}, shape={tuple(self.shape)})"
+        name = "of an engine that is gone" if bucket_of(self) is None else repr(name_of(self))
+        return f"FreedParameter({name}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -66,6 +67,11 @@ class FreedParameter(EngineParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         freed = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, FreedParameter)]
+        if bucket_of(freed[0]) is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(freed[0].shape)} has no values any more, because its engine is gone and "
+                "had them. Call engine.full_state_dict() before you drop an engine, and load the state into a new model"
+            )
         raise RuntimeError(
             f"parameter {name_of(freed[0])!r} is freed: its values are sharded over the ranks. They are whole only "
             "inside the model's forward and backward. Call engine(inputs) and not a part of the model; read weights "
@@ -99,8 +105,6 @@ def bucket_of(param):
 
 def name_of(param):
     bucket = bucket_of(param)
-    if bucket is None:
-        return "of an engine that is gone"
     return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
 
 

@@ -14,9 +14,11 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_leaves
 
 from zerolab.engine.checkpoint.reader import METADATA, SUMS, Folder, complete, sha256
 from zerolab.engine.together import all_succeed, on_all_ranks
@@ -63,7 +65,8 @@ def write(state, path, keep, group):
             dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:  # the same on all ranks
             reasons = "; ".join(f"rank {other}: {reason!r}" for other, (reason, _) in error.failures.items())
-            raise RuntimeError(f"no checkpoint {path.stem} ({reasons}). Earlier checkpoints are unchanged") from None
+            full = lack_of_space(state, path.parent, group)
+            raise RuntimeError(f"no checkpoint {path.stem} ({reasons}). {full}Earlier checkpoints are unchanged") from None
         files = list(path.glob(f"__{rank}_*"))  # DCP's names for this rank's files
         if rank == 0:
             files.append(path / METADATA)
@@ -77,6 +80,23 @@ def write(state, path, keep, group):
             shutil.rmtree(path, ignore_errors=True)
         raise
     return nbytes
+
+
+def lack_of_space(state, folder, group):
+    """A sentence that says so if the disk is full, else "". A collective.
+
+    torch's own message on a full disk may be "enforce fail at inline_container.cc".
+    """
+    tensors = [getattr(leaf, "elements", leaf) for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    needed = sum(tensor.nbytes for tensor in tensors)
+    of_ranks = on_all_ranks(lambda: (needed, shutil.disk_usage(folder).free), group)
+    for rank, (needed, free) in enumerate(of_ranks):
+        if free < needed:
+            return (
+                f"The disk of {str(folder)!r} is full: rank {rank} has {needed / 1e6:.1f} MB to write, and "
+                f"{free / 1e6:.1f} MB are free. Make room, or use a different folder. "
+            )
+    return ""
 
 
 def complete_folder(path, sums, keep):
