@@ -65,8 +65,8 @@ def write(state, path, keep, group):
             dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:  # the same on all ranks
             reasons = "; ".join(f"rank {other}: {reason!r}" for other, (reason, _) in error.failures.items())
-            full = lack_of_space(state, path.parent, group)
-            raise RuntimeError(f"no checkpoint {path.stem} ({reasons}). {full}Earlier checkpoints are unchanged") from None
+            more = lack_of_space(state, path.parent, group) + "Earlier checkpoints are unchanged"
+            raise RuntimeError(f"no checkpoint {path.stem} ({reasons}). {more}") from None
         files = list(path.glob(f"__{rank}_*"))  # DCP's names for this rank's files
         if rank == 0:
             files.append(path / METADATA)
