@@ -218,6 +218,17 @@ def article(key: str) -> str:
     return articles.table_of_article(article, result("articles.json"))
 
 
+def lines(*chapters: str) -> str:
+    """How many lines the chapters' files have."""
+    *most, last = (f"{len((ROOT / f'{chapter}.py').read_text().splitlines())}" for chapter in chapters)
+    return f"{', '.join(most)} and {last} lines"
+
+
+def parameters(which: str) -> str:
+    """How many parameters the model of a report has, in millions."""
+    return f"{result(REFEREE[which].file)['parameters'] / 1e6:.1f} million"
+
+
 def exhibits() -> str:
     return f"{len(EXHIBITS)}"
 
@@ -269,6 +280,8 @@ BLOCKS: Blocks = {  # the name between the marks, and the function that writes t
     "article": article,
     "claims": claims,
     "claims-that-do-not-hold": claims_that_do_not_hold,
+    "lines": lines,
+    "parameters": parameters,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
     "conformance": conformance,
