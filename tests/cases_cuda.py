@@ -268,6 +268,28 @@ def allocators_peak(stage):
     return allocated / ledger
 
 
+def a_gather_allocates_what_the_ledger_sees(stage, options):
+    """In bytes that were asked for, because the allocator rounds them up."""
+
+    def requested(what):
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+    with MemoryLedger() as memory:
+        model = layers_on_gpu()
+        engine = STAGES[stage](model, ADAMW(model.parameters()), **options)
+        engine.training_step(*vectors(0), F.mse_loss)
+        bucket = engine.buckets[0]
+        memory.reset_peak()
+        torch.cuda.reset_peak_memory_stats()
+        before, live = requested("current"), memory.live
+        if stage == "zero3":
+            bucket.start_gather()
+            bucket.wait()
+        else:
+            bucket.gather().wait()
+        assert requested("peak") - before == memory.peak - live, (requested("peak") - before, memory.peak - live)
+
+
 def ddp_leaves_nothing():
     """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
     device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()

@@ -107,6 +107,13 @@ def test_the_allocators_peak_is_the_ledgers(on_gpus, ranks, stage):
         assert 0.99 < ratio < 2
 
 
+@needs_gpu
+@every(ENGINES, {}, MIXED, OFFLOAD, {**OFFLOAD, **MIXED})
+def test_a_gather_allocates_what_the_ledger_sees(on_gpus, stage, options):
+    """With offload and mixed precision a shard is copied to the GPU before it is rounded, in memory that counts."""
+    on_gpus(1, cases.a_gather_allocates_what_the_ledger_sees, stage, options)
+
+
 @on_ranks
 def test_ddp_leaves_nothing_behind(on_gpus, ranks):
     on_gpus(ranks, cases.ddp_leaves_nothing)

@@ -250,6 +250,33 @@ def some_ranks_train(stages: list[str], folder: str) -> None:
         same(value, found[name], 0.0, f"{name} of a model on meta")
 
 
+# Waits of the host.
+
+
+def waits_of_a_step(stage: str, options: dict) -> dict[str, dict[str, int]]:
+    """{moment of a step of two backwards: {what: how often the host has waited for it}}, and the number of buckets."""
+    if stage != "zero3":
+        options = {**options, "bucket_mb": 0.01}
+    engine = built(engines.STAGES[stage], **options)
+    engine.training_step(*batch(0), next_token_loss)
+    batches = [batch(1), batch(2)]
+    found = {}
+
+    def note(moment):
+        now = findings.waits()
+        found[moment] = {what: now[what] - before[what] for what in now}
+        before.update(now)
+
+    before = findings.waits()
+    for number, (inputs, targets) in enumerate(batches):
+        next_token_loss(engine(inputs), targets).backward()
+        note(f"backward {number}")
+    engine.step()
+    engine.zero_grad()
+    note("step")
+    return found | {"buckets": len(engine.buckets)}
+
+
 # Errors that are not races.
 
 

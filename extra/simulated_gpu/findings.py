@@ -27,6 +27,13 @@ def forget() -> None:
     ctypes.CDLL("libcudart.so.13").simulated_forget()  # ours: it is loaded
 
 
+def waits() -> dict[str, int]:
+    """How often this process has waited so far: for a whole device, for a stream, for an event."""
+    library = ctypes.CDLL("libcudart.so.13")
+    library.simulated_waits.restype = ctypes.c_long
+    return {what: library.simulated_waits(kind) for kind, what in enumerate(("device", "stream", "event"))}
+
+
 def said() -> str:
     """Return the findings of all processes of this run, and delete them."""
     files = [*FOLDER.iterdir()]

@@ -217,6 +217,10 @@ static void learn(const Clock& clock) {
     std::erase_if(guarded, [](auto* block) { return block->second.users.empty(); });
 }
 
+// How often training has waited: for a device, for a stream, for an event.
+static long waits[3];
+static void count_wait(int kind) { waits[kind] += &known() == &host; }
+
 static cudaError_t new_block(void** out, size_t bytes, int device) {
     LOCK;
     if (!program) {  // not before: processes that fork do so before they use a GPU
@@ -337,6 +341,11 @@ void simulated_forget() {
     said.clear(), late.clear(), parts = {{0, {}}};
 }
 
+long simulated_waits(int kind) {
+    LOCK;
+    return waits[kind];
+}
+
 // The runtime's functions. Of many there is nothing to say but what they do: CALL(name, arguments, what it does).
 
 #define CALL(name, arguments, ...) \
@@ -354,12 +363,12 @@ CALL(cudaDeviceGetPCIBusId, (char* text, int size, int device), snprintf(text, s
 CALL(cudaMemGetInfo, (size_t* unused, size_t* all), *all = GPU_BYTES, *unused = *all - used[current_device])
 CALL(cudaDeviceGetStreamPriorityRange, (int* least, int* greatest), *least = 0, *greatest = -5)
 CALL(cudaStreamGetPriority, (cudaStream_t, int* priority), *priority = 0)
-CALL(cudaStreamSynchronize, (cudaStream_t stream), learn(stream_of(stream)->clock))
+CALL(cudaStreamSynchronize, (cudaStream_t stream), count_wait(1); learn(stream_of(stream)->clock))
 CALL(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned), merge(stream_of(stream)->clock, ((Event*)event)->clock))
 CALL(cudaEventCreateWithFlags, (cudaEvent_t* out, unsigned), *out = (cudaEvent_t) new Event{current_device})
 CALL(cudaEventDestroy, (cudaEvent_t event), delete (Event*)event)
-CALL(cudaEventSynchronize, (cudaEvent_t event), learn(((Event*)event)->clock))
-CALL(cudaDeviceSynchronize, (), for (auto* stream : streams) if (stream->device == current_device) learn(stream->clock))
+CALL(cudaEventSynchronize, (cudaEvent_t event), count_wait(2); learn(((Event*)event)->clock))
+CALL(cudaDeviceSynchronize, (), count_wait(0); for (auto* stream : streams) if (stream->device == current_device) learn(stream->clock))
 // Graphs are never captured, and torch asks.
 CALL(cudaStreamIsCapturing, (cudaStream_t, cudaStreamCaptureStatus* status), *status = cudaStreamCaptureStatusNone)
 CALL(cudaStreamGetCaptureInfo, (cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,

@@ -19,6 +19,7 @@ import pytest
 import started
 import torch
 from gpu_ranks import OnGpus
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerolab.measure import report
 from zerolab.run import engines, journal, ranks
@@ -215,6 +216,22 @@ def test_a_host_that_touches_device_memory_is_named():
     code = "import ctypes, torch; ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGSEGV and "the host reads device memory: bytes 0 to 1" in done.stderr, done
+
+
+# Waits.
+
+
+@several
+@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=("on the GPU", "offload"))
+@pytest.mark.parametrize("stage", engines.STAGES)
+def test_a_step_waits_for_no_device(on_all, stage, options):
+    """The host runs ahead of the GPU. With offload it waits once for each bucket's copies, before the update."""
+    for found in on_all(cases.waits_of_a_step, stage=stage, options=options):
+        buckets = found.pop("buckets")
+        assert buckets > 2
+        nothing = {"device": 0, "stream": 0, "event": 0}
+        assert found.pop("step") == {**nothing, "event": buckets if options else 0}
+        assert found == {"backward 0": nothing, "backward 1": nothing}
 
 
 # Races.

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from helpers import Blocks, Recomputed, Recorder, Tied, Tiny, mse, own_batch, seeded, storage_bytes
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conformance.subjects import subject
 
@@ -294,3 +296,34 @@ def test_zero2_has_whole_gradients_of_two_buckets_at_most(engine):
             trained.zero_grad()
     bucket = 4 * 64 * 64
     assert bucket <= max(recorder.probed) <= 2 * bucket
+
+
+class ZeroedBytes(TorchDispatchMode):
+    """Counts the bytes that operations fill with zeros."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("zeros", "new_zeros", "zeros_like", "zero_", "_foreach_zero_"):
+            written = args if result is None else result
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+@pytest.mark.stages("zero2", "zero3")
+@pytest.mark.parametrize("quiet", [False, True], ids=["one backward", "no_sync"])
+def test_only_padding_is_filled_with_zeros(engine, quiet):
+    """A buffer for gradients is written once: what autograd has computed into its places, and zeros into padding."""
+    plain, model = seeded(Blocks), seeded(Blocks)
+    with ZeroedBytes() as of_plain:  # autograd itself makes some
+        mse(plain, *own_batch(0)).backward()
+    trained = engine(model, ADAMW(model.parameters()))
+    if quiet:
+        with trained.no_sync():
+            mse(trained, *own_batch(1)).backward()
+    padding = [bucket.numel - sum(param.numel() for param in bucket.params) for bucket in trained.buckets]
+    with ZeroedBytes() as zeroed:
+        mse(trained, *own_batch(0)).backward()
+        trained.reduce_gradients()
+    assert zeroed.nbytes - of_plain.nbytes == 8 * sum(padding) > 0

@@ -16,12 +16,14 @@ class EngineBucket(Bucket):
     pieces    {parameter: its part of `shard`}, what the optimizer updates (groups.py)
     kept      {parameter: its whole gradient}, under `no_sync` (accumulation.py)
     used      parameters that got a gradient since `zero_grad()` (unused.py)
+    copied    an event behind the last copy between the host and the device, or None (offload.py)
     moved     True while gradients have left `param.grad`: then reading it raises an error (checks.py)
     """
 
     def __init__(self, *named, group, options):
         *name_and_module, named_params = named
         self.options = options
+        self.copied = None
         self.trained = named_params[0][1].requires_grad
         # With tensor parallelism a parameter is a DTensor, and this rank computes with its local part.
         locals_ = [(name, local(param)) for name, param in named_params]
@@ -53,6 +55,10 @@ class EngineBucket(Bucket):
         """The places of all parameters: like `place`, with a single split."""
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[::2], self.shapes)]
 
+    def padding(self, flat):
+        """What is between the places of the parameters and behind them."""
+        return [part for part in flat.split_with_sizes(self.sizes)[1::2] if part.numel()]
+
     def flatten(self):
         flat = super().flatten()
         replicas.broadcast_over(self.options.replicas, [flat])
@@ -70,7 +76,8 @@ class EngineBucket(Bucket):
                 param.data = self.place(self.flat, index)
         if self.options.offload_policy is not None:
             shard = offload.to_host(shard, self.options.offload_policy)
-            offload.wait_for_copies(self.flat.device)
+            offload.mark_copy(self)
+            offload.wait_for_copies([self])
         return shard
 
     # How they are gathered.
@@ -80,8 +87,12 @@ class EngineBucket(Bucket):
         flat, shard = self.flat, self.shard
         if shard.dtype == flat.dtype and shard.device == flat.device and flat.is_floating_point():
             return super().gather()
-        own = self.flat[self.own]
-        own.copy_(self.shard.detach(), non_blocking=True)
+        own = flat[self.own]
+        # First to the device, and then rounded. In a single `copy_` torch would do the same, but in memory of its own,
+        # which no ledger sees.
+        own.copy_(shard.detach().to(flat.device, non_blocking=True))
+        if self.options.offload_policy is not None:
+            offload.mark_copy(self)
         return all_gather(precision.sendable(self.flat), precision.sendable(own), group=self.group, async_op=True)
 
     def gather_exact(self):
@@ -117,6 +128,14 @@ class EngineBucket(Bucket):
         checks.check_plain(gradient)
         return local_gradient(gradient)
 
+    def take_sum(self, param):
+        """Like `take_gradient`, with what `no_sync` has kept added to it."""
+        gradient = self.take_gradient(param)
+        kept = self.kept.pop(param, None)
+        if kept is None:
+            return gradient
+        return kept if gradient is None else kept.add_(gradient)
+
 
 class EngineUnit(EngineBucket, Unit):
     """A unit whose weights raise an error when they are read while they are freed (checks.py)."""
@@ -137,18 +156,18 @@ class EngineReduction(Reduction):
 
     def lay_out_gradients(self):
         bucket = self.bucket
-        flat = torch.zeros(bucket.numel, dtype=bucket.gradient_dtype(), device=bucket.flat.device)
+        flat = torch.empty(bucket.numel, dtype=bucket.gradient_dtype(), device=bucket.flat.device)
         with checks.without_checks():
-            gradients = [bucket.take_gradient(param) for param in bucket.params]
+            gradients = [bucket.take_sum(param) for param in bucket.params]
         places = bucket.places(flat)
-        for param, place in zip(bucket.params, places):
-            if param in bucket.kept:
-                place.copy_(bucket.kept[param])
-        given = [index for index, gradient in enumerate(gradients) if gradient is not None]  # for others send zeros
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if given:
-            write = torch._foreach_add_ if bucket.kept else torch._foreach_copy_
-            write([places[index] for index in given], [gradients[index] for index in given])
-        bucket.kept.clear()
+            torch._foreach_copy_([places[index] for index in given], [gradients[index] for index in given])
+        # Zeros for the gradients that did not come and for padding. Not for all of `flat`, which would be one more pass
+        # over all gradients.
+        zeros = [place for place, gradient in zip(places, gradients) if gradient is None] + bucket.padding(flat)
+        if zeros:
+            torch._foreach_zero_(zeros)
         bucket.moved = True
         self.divide_first, self.divide_last = precision.divisors(flat.dtype, bucket.world_size)
         if self.divide_first > 1:
@@ -160,17 +179,21 @@ class EngineReduction(Reduction):
         replicas.average_over(self.bucket.options.replicas, self.shard)
 
     def deliver(self):
-        self.shard = to_optimizer(self.bucket, self.shard)
-        super().deliver()
+        shard = self.bucket.shard
+        earlier, shard.grad = shard.grad, None
+        shard.grad = to_optimizer(self.bucket, self.shard, earlier)
 
 
-def to_optimizer(bucket, shard):
-    """A reduced shard in the dtype and on the device where the optimizer works."""
-    policy = bucket.options.offload_policy
+def to_optimizer(bucket, shard, earlier=None):
+    """A reduced shard in the dtype and on the device where the optimizer works. Adds the gradient `earlier` to it."""
     shard = shard.to(bucket.shard.dtype)
+    if earlier is not None:
+        # With offload `earlier` is on the host. The device adds it, because the host would have to wait for the copy of
+        # `shard` in the middle of backward. The price is 4Ψ/N bytes more over PCIe.
+        shard += earlier.to(shard.device, non_blocking=True)
+    policy = bucket.options.offload_policy
     if policy is None:
         return shard
     host = offload.to_host(shard, policy)
-    if bucket.shard.grad is not None:
-        offload.wait_for_copies(shard.device)  # the host adds to it
+    offload.mark_copy(bucket)
     return host

@@ -5,8 +5,9 @@ device then needs no memory for 16Ψ/N bytes of float32 training, only for what 
 activations. The price is 4Ψ/N bytes over PCIe in each direction per gather and per step, and an update on the CPU:
 use an optimizer with `fused=True`, which is about six times faster there.
 
-The copies run on the compute stream, so computation waits for them. FSDP2, which has the same option
-(`CPUOffloadPolicy`), hides them on separate streams. The paper is ZeRO-Offload (Ren et al., 2021).
+The copies run on the compute stream, so computation waits for them. The host waits only in `reduce_gradients()`, for
+the last copy of each bucket and for nothing else on the device. FSDP2, which has the same option (`CPUOffloadPolicy`),
+hides the copies on separate streams. The paper is ZeRO-Offload (Ren et al., 2021).
 """
 
 import torch
@@ -22,7 +23,20 @@ def to_host(tensor, policy):
     return host.copy_(tensor, non_blocking=pinned)
 
 
-def wait_for_copies(device):
-    """Wait until the host may read gradients copied to it, and may overwrite shards copied from it."""
+def mark_copy(bucket):
+    """Call it when a copy between the host and the device was queued for `bucket`. Sets `bucket.copied`.
+
+    An event, because synchronizing the device would also wait for collectives that have nothing to do with the copy.
+    A later copy of the same bucket is in the same stream, so the last event stands for all of them.
+    """
+    device = bucket.flat.device
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        bucket.copied = torch.get_device_module(device).current_stream(device).record_event()
+
+
+def wait_for_copies(buckets):
+    """Wait until the host may read gradients copied to it, and may overwrite shards copied from it."""
+    for bucket in buckets:
+        if bucket.copied is not None:
+            bucket.copied.synchronize()
+            bucket.copied = None

@@ -130,7 +130,7 @@ class Engine:
             self.set_moved(True)
         if self.options.offload_policy is not None:
             # Also in `step()` if you called this method before: a forward in between may still copy shards.
-            offload.wait_for_copies(self.buckets[0].flat.device)
+            offload.wait_for_copies(self.buckets)
 
     def zero_grad(self):
         """The chapter's `zero_grad()`."""

@@ -113,7 +113,7 @@ def load_full_state_dict(engine, state):
     for key, buffer in buffers.items():
         buffer.copy_(state[key])
     keys = {id(param): key for key, param in params.items()}
-    offload.wait_for_copies(engine.all_buckets[0].flat.device)
+    offload.wait_for_copies(engine.all_buckets)
     for bucket in engine.all_buckets:
         for param, piece in own_parts(bucket):
             values = tensor_parallel.take_part(param, state[keys[id(param)]]).reshape(-1)

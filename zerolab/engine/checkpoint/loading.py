@@ -196,7 +196,7 @@ def set_extra_states(extras, group):
 
 @torch.no_grad()
 def write_tensors(engine, tensors):
-    offload.wait_for_copies(engine.all_buckets[0].flat.device)
+    offload.wait_for_copies(engine.all_buckets)
     for tensor, value in tensors:
         tensor.copy_(value)
     engine.shards_changed()
