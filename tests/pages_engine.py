@@ -9,7 +9,7 @@ LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).g
 REDUCE = "        dist.all_reduce(self.gradients)\n"
 MEAN = "        self.gradients /= self.world_size\n"
 STEP = "        self.optimizer.step()\n"
-GATHER = "        dist.all_gather_single(self.weights, self.shard)\n"
+GATHER = "        all_gather(self.weights, self.shard)\n"
 ZERO = "        self.gradients.zero_()\n"
 FORWARD = "        return self.model(*inputs)\n"
 OWN_OPTIMIZER = "        self.optimizer = optimizer\n"

@@ -33,7 +33,7 @@ def engine_file(tmp_path):
 
 @pytest.mark.long
 def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
-    gather = "        dist.all_gather_single(self.weights, self.shard)\n"
+    gather = "        all_gather(self.weights, self.shard)\n"
     assert gather in LISTING
     nan = LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")
     files = {"my_zero1.py": LISTING, "no_gather.py": LISTING.replace(gather, ""), "diverges.py": nan}

@@ -21,6 +21,7 @@ what its chapter does, to the bit, to the byte and in the same collectives.
 | `state_dict.py` | whole weights out of an engine and into one | your loop |
 | `checkpoint/` | sharded checkpoints that any stage and number of ranks can load | your loop |
 | `checks.py` | errors in place of wrong results | `check`, `step` |
+| `accelerator.py` | this machine's accelerator, for any build of torch | all of them |
 | `together.py` | one function on all ranks; an error of one rank is an error of all | `check`, checkpoints |
 """
 

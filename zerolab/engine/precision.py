@@ -7,9 +7,12 @@ float32, although backward computed them in bfloat16.
 
 The cost, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), with `reduce_dtype=torch.float32`:
 
-    ZeRO-1   2Ψ whole weights + 4Ψ/N shards + 4Ψ gradients + 4Ψ/N their shard in the optimizer's dtype + 8Ψ/N state
-    ZeRO-2   2Ψ + 4Ψ/N + 4Ψ/N + 8Ψ/N
-    ZeRO-3   4Ψ/N + 4Ψ/N + 8Ψ/N, and 2 bytes per gathered parameter
+    ZeRO-1   2Ψ whole weights + 4Ψ/N shards + 4Ψ gradients + 8Ψ/N optimizer state = 6Ψ + 12Ψ/N
+    ZeRO-2   2Ψ whole weights + 4Ψ/N shards + 4Ψ/N gradients + 8Ψ/N optimizer state = 2Ψ + 16Ψ/N
+    ZeRO-3   4Ψ/N shards + 4Ψ/N gradients + 8Ψ/N optimizer state = 16Ψ/N, and 2 bytes per gathered parameter
+
+In ZeRO-1 the optimizer's gradients are a view of the whole float32 gradients. Without `reduce_dtype` the whole
+gradients are bfloat16 and the optimizer needs a float32 copy of its part: 4Ψ + 16Ψ/N.
 
 A gather sends 2 bytes per parameter, a reduction 2 or 4. FSDP2's `MixedPrecisionPolicy` does the same, with the same
 losses to the bit on two ranks. DeepSpeed calls the float32 shards master weights.

@@ -110,7 +110,7 @@ def model_and_batch(results: dict) -> str:
 
 
 def stages(results: dict):
-    """The bytes that each rank keeps between steps under DDP and the stages. Grey: another rank keeps them."""
+    """The bytes that each rank holds right before the update under DDP and the stages. Grey: another rank holds them."""
     shown = {name: results["engines"][name]["held_bytes"] for name in ("ddp", *STAGES)}
     figure, grid = new(1, len(shown), height=3.9, sharey=True)
     unit, size = unit_of(results)
@@ -191,7 +191,7 @@ def why_no_gradients(row: dict) -> str:
 
 
 def memory(results: dict):
-    """Two bars per engine, stacked by part: held between steps with the formula as a tick, and the peak."""
+    """Two bars per engine, stacked by part: held right before the update with the formula as a tick, and the peak."""
     rows, formula, notes = {}, {}, {}
     for name, row in results["engines"].items():
         label = f"{name} (stand-in)" if row.get("stand_in") else name
@@ -203,7 +203,7 @@ def memory(results: dict):
         formula[held], notes[peak] = row["formula_bytes"], why_no_gradients(row)
     gpus = [gigabytes * 1e9 for gigabytes in GPUS]
     figure = bars(rows, formula=formula, formula_label=formula_name(results), notes=notes, gpus=gpus)
-    finding = "The bytes that a rank holds between steps, and the most that is alive at once"
+    finding = "The bytes that a rank holds right before the update, and the most that is alive at once"
     unit, size = unit_of(results)
     totals = {label: sum(parts.values()) / size for label, parts in rows.items()}
     if "ddp (stand-in), held" in rows and "zero3, peak" in rows:

@@ -106,7 +106,7 @@ def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace
         loss = _train(engine, batch, options)
     trace.close()
     say("\n".join([trace.how_to_read(), *trace.lines]))
-    say(f"\nloss {loss.item():.4f} on this rank's batch; between steps this rank holds {held_in_words(engine)}")
+    say(f"\nloss {loss.item():.4f} on this rank's batch; after zero_grad() this rank keeps {held_in_words(engine)}")
     say(f"alive between steps, including buffers that stay allocated: {memory.live / 1e6:.2f} MB")
     times = ""
     if (ranks := engine.world_size) > 1:

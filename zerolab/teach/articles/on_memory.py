@@ -76,7 +76,7 @@ def zero3_needs_8_times_less() -> Outcome:
     held = sum(held_gb("ddp")) / sum(held_gb("zero3"))
     peak = peak_gb("ddp") / peak_gb("zero3")
     return depends_on(
-        "It holds for what a GPU holds between steps. At the peak of a step activations and gathered units are added.",
+        "It holds for what a GPU holds right before the update. At the peak of a step activations and gathered units are added.",
         met=close(held, 8),
         otherwise=close(peak, 8),
         found=f"7B, 1 x 2,048 tokens: {held:.4g} times less held, {peak:.4g} times less at the peak",
@@ -88,7 +88,7 @@ def fsdp_runs_7b_on_14_gb() -> Outcome:
     """FSDP runs a 7B model on 14 GB instead of 112 GB."""
     held, peak, recomputed = sum(held_gb("zero3")), peak_gb("zero3"), peak_gb("zero3", *RECOMPUTED)
     return depends_on(
-        "It holds for what each of 8 GPUs holds between steps. A step needs more.",
+        "It holds for what each of 8 GPUs holds right before the update. A step needs more.",
         met=close(held, 14),
         otherwise=close(peak, 14) or close(recomputed, 14),
         found=f"{held:.4g} GB held, {peak:.4g} GB at the peak; in bfloat16 with recomputed blocks {recomputed:.4g} GB",
