@@ -110,7 +110,7 @@ def model_and_batch(results: dict) -> str:
 
 
 def stages(results: dict):
-    """The bytes that each rank holds right before the update under DDP and the stages. Grey: another rank holds them."""
+    """The bytes that each rank holds right before the update under DDP and the stages. Grey: another rank's."""
     shown = {name: results["engines"][name]["held_bytes"] for name in ("ddp", *STAGES)}
     figure, grid = new(1, len(shown), height=3.9, sharey=True)
     unit, size = unit_of(results)

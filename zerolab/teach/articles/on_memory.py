@@ -76,7 +76,8 @@ def zero3_needs_8_times_less() -> Outcome:
     held = sum(held_gb("ddp")) / sum(held_gb("zero3"))
     peak = peak_gb("ddp") / peak_gb("zero3")
     return depends_on(
-        "It holds for what a GPU holds right before the update. At the peak of a step activations and gathered units are added.",
+        "It holds for what a GPU holds right before the update. At the peak of a step activations and gathered units "
+        "are added.",
         met=close(held, 8),
         otherwise=close(peak, 8),
         found=f"7B, 1 x 2,048 tokens: {held:.4g} times less held, {peak:.4g} times less at the peak",
