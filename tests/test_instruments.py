@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from zero1 import all_gather
+from zero2 import reduce_scatter
 from zero3 import ZeRO3
 from zerolab import measure
 from zerolab.measure import intercept, walkthrough
@@ -129,13 +131,13 @@ def a_collectives_span() -> None:
     whole, shard = torch.zeros(64), torch.ones(32)
     with Timeline() as timeline:
         issued = time.perf_counter()
-        work = dist.all_gather_single(whole, shard, async_op=True)
+        work = all_gather(whole, shard, async_op=True)
         span, patience = timeline._under_way[id(work)][1], time.perf_counter() + 30
         while span.end is None and time.perf_counter() < patience:
             time.sleep(0.001)
         told = time.perf_counter()
         work.wait()
-        work = dist.reduce_scatter_single(shard, whole, async_op=True)
+        work = reduce_scatter(shard, whole, async_op=True)
         time.sleep(0.01)
         waited = time.perf_counter()
         work.wait()
@@ -186,7 +188,7 @@ def gloo_on_the_second_gpu() -> None:
     """Gloo reports an end in its own thread, which knows nothing about the GPU."""
     whole, shard, told = torch.zeros(64), torch.ones(32), threading.Event()
     with gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
-        work = dist.all_gather_single(whole, shard, async_op=True)
+        work = all_gather(whole, shard, async_op=True)
         work.get_future().then(lambda _: told.set())  # after what the timeline may have asked for
         assert told.wait(30)
         before = time.perf_counter()
@@ -352,8 +354,8 @@ def count_by_hand() -> list:
         dist.all_reduce(whole)
         label = torch.profiler.record_function
         with label("step 5 gather parameters"), label("something inside"):
-            dist.all_gather_single(whole, shard)
-        dist.reduce_scatter_single(shard, whole)
+            all_gather(whole, shard)
+        reduce_scatter(shard, whole)
         dist.broadcast(whole, 0)
         dist.all_gather(list(whole.chunk(n)), shard)
         dist.barrier()
