@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers import (
+    Dtypes,
     Pair,
     Recomputed,
     Tied,
@@ -33,7 +34,7 @@ from zerolab.run import engines
 from zerolab.run.model import GPT, GPTConfig, initialize, next_token_loss
 
 STAGES = {f"{name}.py": chapter for name, chapter in engines.CHAPTERS.items()} | engines.STAGES
-MODELS = {make.__name__: make for make in (Recomputed, Tied)}
+MODELS = {make.__name__: make for make in (Recomputed, Tied, Dtypes)}
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
 CYCLES = 20_000_000  # of the GPU's clock: about 10 ms, far longer than any kernel here
 

@@ -75,6 +75,7 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     const std::string& name = schema.name();
     size_t first = stack->size() - schema.arguments().size();
     std::vector<Access> used;
+    std::vector<Tensor> kept;  // of a temporary, such as the values of a conjugate, the stack may have the only reference
     std::vector<std::pair<Tensor, Tensor>> replaced;  // (the GPU's, the CPU's) of those that are written
     std::optional<c10::Device> device;
     auto converted = [&](const Tensor& tensor, bool writes) {
@@ -87,6 +88,7 @@ static void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
                     " was given some on ", *device, " and on ", tensor.device());
         device = tensor.device();
         Tensor mine = alias(tensor, name);
+        kept.push_back(tensor);
         used.push_back(access_to(tensor, writes));
         if (writes) replaced.push_back({tensor, mine});
         return mine;

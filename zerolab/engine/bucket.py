@@ -3,7 +3,7 @@
 import torch
 
 from zero1 import Bucket, all_gather
-from zero2 import Reduction
+from zero2 import Reduction, reduce_scatter
 from zero3 import Unit
 from zerolab.engine import checks, offload, precision, replicas
 from zerolab.engine.groups import cut
@@ -173,6 +173,11 @@ class EngineReduction(Reduction):
         if self.divide_first > 1:
             flat /= self.divide_first
         return flat
+
+    def start(self):
+        # NCCL reduces complex numbers as pairs of real ones. torch does this by itself in an all-reduce only.
+        whole, shard = precision.as_real(self.flat), precision.as_real(self.shard)
+        self.work = reduce_scatter(shard, whole, group=self.bucket.group, async_op=True)
 
     def average(self):
         self.shard /= self.divide_last

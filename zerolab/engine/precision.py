@@ -63,6 +63,11 @@ def sendable(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def as_real(tensor):
+    """A flat tensor, or, if it is complex, its real and imaginary parts: a view (2 * numel,)."""
+    return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+
+
 def cast_inputs(module, dtype):
     """Cast floating point inputs of `module` to `dtype` before its forward.
 
