@@ -17,9 +17,9 @@ def launch(*arguments: str, folder: Path = ROOT, **environment) -> subprocess.Co
     return _run([str(ROOT / "launch.sh"), *arguments], {"PYTHON": sys.executable, **environment}, folder)
 
 
-def alone(program: list[str], **environment) -> subprocess.CompletedProcess:
+def alone(program: list[str], folder: Path = ROOT, **environment) -> subprocess.CompletedProcess:
     """Run `program`, a script or `-m module` and its arguments, without torchrun."""
-    return _run([sys.executable, *program], environment)
+    return _run([sys.executable, *program], environment, folder)
 
 
 def ranks_of(program: list[str], number: int, **environment) -> subprocess.CompletedProcess:
@@ -27,10 +27,10 @@ def ranks_of(program: list[str], number: int, **environment) -> subprocess.Compl
     return _run([sys.executable, *ranks.torchrun(number), *program], environment)
 
 
-def plain_torchrun(program: list[str], number: int, **environment) -> subprocess.CompletedProcess:
+def plain_torchrun(program: list[str], number: int, folder: Path = ROOT, **environment) -> subprocess.CompletedProcess:
     """Run `program` by torchrun itself, as users do without launch.sh."""
     line = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
-    return _run([sys.executable, *line, *program], environment)
+    return _run([sys.executable, *line, *program], environment, folder)
 
 
 def on_ranks(program: list[str], number: int, **environment) -> list[subprocess.CompletedProcess]:

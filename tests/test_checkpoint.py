@@ -754,13 +754,29 @@ def one_group(model):
     return [{"params": list(model.parameters())}]
 
 
+def with_scale(model):
+    first, second = groups_of(model)
+    first["params"].append(model.scale)
+    second["params"] = [param for param in second["params"] if param is not model.scale]
+    return [first, second]
+
+
+def without_mix(model):
+    first, second = groups_of(model)
+    first["params"] = [param for param in first["params"] if param is not model.mix]
+    second["params"].append(model.mix)
+    return [first, second]
+
+
 @two_ranks
 @pytest.mark.parametrize(
     "options, text",
     [
         ({"odd": False}, "missing 'scale', 'empty'"),
         ({"dtype": torch.float32}, "torch.float32 of shape"),
-        ({"groups": one_group}, "different parameter groups"),
+        ({"groups": one_group}, "different parameter groups. Group 0 here differs from the closest group there: only"),
+        ({"groups": with_scale}, "Group 0 here differs from the closest group there: only there 'scale'. Build"),
+        ({"groups": without_mix}, "Group 0 here differs from the closest group there: only here 'mix'. Build"),
         ({"make_optimizer": OPTIMIZERS["adam"]}, "is from Adam, but the optimizer here is AdamW"),
         ({"make_optimizer": OPTIMIZERS["sgd"]}, "is from SGD, but the optimizer here is AdamW"),
     ],
@@ -815,6 +831,19 @@ def test_weights_alone_are_refused(ranks, tmp_path):
     engine = build(ZeRO2Engine)
     is_refused(engine, tmp_path / "flat", ValueError, "has a different model: missing")
     is_refused(engine, tmp_path / "model", ValueError, "the optimizer state in ")
+
+
+@two_ranks
+@on_every_rank
+def test_numbers_in_place_of_names_are_refused(ranks, tmp_path):
+    """Scripts with DDP save `optimizer.state_dict()`. Its numbers follow the groups, so they fit no names here."""
+    if dist.get_rank() == 0:
+        model, optimizer = torch_run()
+        train_on_rank_0s_batches((model, optimizer), range(1))
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "plain.pt")
+        torch_save_to_dcp(tmp_path / "plain.pt", tmp_path / "theirs")
+    dist.barrier()
+    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "has numbers in place of parameter names")
 
 
 @two_ranks

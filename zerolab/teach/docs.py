@@ -11,6 +11,7 @@ Without it the figures are drawn too, into results/figures/. `./launch.sh docs -
 draws one figure from your own file.
 """
 
+import difflib
 import json
 import os
 import re
@@ -229,6 +230,15 @@ def parameters(which: str) -> str:
     return f"{result(REFEREE[which].file)['parameters'] / 1e6:.1f} million"
 
 
+def ddp_to_zero() -> str:
+    """The lines in which zero.py in docs/migrating/ differs from ddp.py, without the scripts' docstrings."""
+    texts = [(ROOT / "docs" / "migrating" / name).read_text() for name in ("ddp.py", "zero.py")]
+    before, after = (text.split('"""', 2)[2].strip().splitlines() for text in texts)
+    _, _, *shown = difflib.unified_diff(before, after, n=1, lineterm="")  # without the names of the files
+    shown = ["..." if line.startswith("@@") else line for line in shown]  # the numbers of lines would be wrong
+    return "\n".join(["```diff", *shown, "```"])
+
+
 def exhibits() -> str:
     return f"{len(EXHIBITS)}"
 
@@ -282,6 +292,7 @@ BLOCKS: Blocks = {  # the name between the marks, and the function that writes t
     "claims-that-do-not-hold": claims_that_do_not_hold,
     "lines": lines,
     "parameters": parameters,
+    "ddp-to-zero": ddp_to_zero,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
     "conformance": conformance,

@@ -127,15 +127,23 @@ def read_options(engine, source):
     if not groups:
         raise ValueError(f"{where} is missing, or does not have the layout of get_optimizer_state_dict in torch")
     groups = source.values(groups)
+    if any(isinstance(name, int) for group in groups for name in group.get("params", ())):
+        raise ValueError(
+            f"{where} has numbers in place of parameter names, as optimizer.state_dict() has. Save what torch's "
+            "get_optimizer_state_dict(model, optimizer) returns. docs/migrating/move.py converts a file"
+        )
     trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
     saved = {trained.intersection(group.pop("params", ())): group for group in groups}
     options = []
-    for names in engine.group_names:
+    for index, names in enumerate(engine.group_names):
         here = trained.intersection(names)
         if here not in saved:
+            closest = max(saved, key=lambda there: len(there & here))
+            sides = [("only here", here - closest), ("only there", closest - here)]
+            differences = "; ".join(f"{side} {shorten(sorted(differing))}" for side, differing in sides if differing)
             raise ValueError(
-                f"{where} has different parameter groups: {shorten(sorted(here))} is a group here. Build the optimizer "
-                "with the same groups as when it was saved"
+                f"{where} has different parameter groups. Group {index} here differs from the closest group there: "
+                f"{differences}. Build the optimizer with the same groups as when it was saved"
             )
         options.append(saved[here])
     kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
