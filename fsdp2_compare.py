@@ -34,7 +34,7 @@ import torch
 from zerolab.measure import proof, referee_report, step_time, tables
 from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
-from zerolab.measure.interleaved import WARM_UP, take_turns
+from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import HELD, PartsLedger, explained, let_go
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
 from zerolab.run import commands, engine_file, json_file, micro_batches, process_group
@@ -42,7 +42,7 @@ from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import DTYPES, ENGINES, build
 from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import Rank
-from zerolab.run.progress import Progress
+from zerolab.run.progress import Progress, with_progress
 from zerolab.run.recompute import checkpoint_blocks
 
 # In float32 on two ranks every engine adds the same two numbers and halves them, so the losses are equal to the bit.
@@ -75,8 +75,7 @@ class Referee:
         # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. They are drawn
         # here, where no ledger counts them.
         self.weights = None if me.device.type == "cpu" else self.model()
-        each = proof.STEPS + options.steps + (WARM_UP + options.timed_steps if options.timed_steps else 0)
-        self.progress = Progress(each * len(options.engines), shown=me.rank == 0)
+        self.progress = Progress(options.steps * len(options.engines), shown=me.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
         """{engine: its run}: the first and the second pass."""
@@ -84,7 +83,7 @@ class Referee:
         differences = self.prove()
         runs = {}
         for index, name in enumerate(self.options.engines, 1):
-            self.progress.show(f"[{index}/{len(self.options.engines)}] {name}")
+            self.progress.show(f"[{index}/{len(self.options.engines)}] training pass: {name}")
             runs[name] = {"float64_difference": differences[name], **self.train(name)}
         torch.use_deterministic_algorithms(False)
         self.progress.clear()
@@ -133,12 +132,10 @@ class Referee:
         config, recomputed = preset(options.preset), options.checkpoint_activations
         small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.me)
         differences = {}
-        for name in options.engines:
-            self.progress.show(f"{name} in float64")
+        for name in with_progress(options.engines, "float64 pass", self.me.rank == 0):
             asked = name != "single" and ENGINES[name].float64  # `single` is the one process
             # With --dtype bf16 the stages are engines and not chapters, so the engines are what is asked.
             differences[name] = small.difference(name, as_engine=self.dtype is not None) if asked else None
-            self.progress.advance(proof.STEPS)
         return differences
 
     # Second pass.

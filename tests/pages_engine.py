@@ -72,6 +72,22 @@ CORRECT = {
         REDUCE,
         "        for param in reversed(self.params):\n            dist.all_reduce(param.grad)\n",
     ),
+    "splits_the_batch": (  # and adds in a different order than one backward
+        FORWARD,
+        FORWARD
+        + """
+    def training_step(self, inputs, targets, loss_fn):
+        losses = []
+        for part, wanted in zip(inputs.split(1), targets.split(1)):
+            loss = loss_fn(self(part), wanted) * len(part) / len(inputs)
+            loss.backward()
+            losses.append(loss.detach())
+        self.step()
+        self.zero_grad()
+        return torch.stack(losses).sum()
+""",
+    ),
+    "keeps_buckets_of_its_own": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        self.buckets = {'first': self.params}\n"),
     "does_not_align": (SIZES, "[p.numel() for p in self.params]"),
 }
 

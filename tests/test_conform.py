@@ -44,7 +44,7 @@ def finished(tmp_path, *command):
 
 @pytest.mark.long
 def test_outcomes_are_told_apart_and_the_other_engines_go_on(tmp_path):
-    """By pytest itself. The exit status is 1, and the table has a column for each engine."""
+    """By pytest itself. The exit status is 1, and the table has a row for each engine."""
     command = ["-m", "pytest", "-q", "tests/conformance", "-k", "trains_as_one_process and Blocks", "--ranks", "2"]
     for file in files(tmp_path, {name: text for name, (text, _) in OTHERS.items()}):
         command += ["--engine", file]
@@ -53,6 +53,8 @@ def test_outcomes_are_told_apart_and_the_other_engines_go_on(tmp_path):
     for name, (_, outcome) in OTHERS.items():
         assert found[name] == {"values::trains_as_one_process": outcome}, run.stdout
     assert "TypeError: not today" in run.stdout and "1e-12 is allowed" in run.stdout
+    rows = [line.split() for line in run.stdout.splitlines()]
+    assert ["sums", "0", "0", "1", "0", "0", "0"] in rows and ["correct", "1", "0", "0", "0", "0", "0"] in rows
 
 
 @pytest.mark.long
@@ -67,6 +69,8 @@ def test_the_engine_of_the_page_passes_all_that_applies(tmp_path):
     outcomes = list(found["my_zero1"].values())
     assert set(outcomes) == {"correct", "not applicable"} and outcomes.count("correct") > 20, run.stdout
     assert "my_zero1: 3 tests do not apply: my_zero1.py says nothing of several parameter groups" in run.stdout
+    assert "1 test does not apply" in run.stdout
+    assert max(map(len, run.stdout.partition("= conformance =")[2].splitlines())) <= 120, run.stdout
     assert "tests do not apply: it tests only our zero3" in run.stdout
     assert "too many values to unpack" in run.stdout
     assert found["claims"]["parameter_groups::the_rates_of_groups_can_be_changed"] == "crash"

@@ -12,6 +12,7 @@ import started
 import torch
 from pages_engine import LISTING
 
+from zerolab.measure.held import buckets_of, held_bytes, held_shards
 from zerolab.run.engine_file import NoEngine, _built, enter
 from zerolab.run.engines import ENGINES
 
@@ -94,6 +95,35 @@ def test_what_build_returns_must_have_what_a_referee_calls():
     ):
         with pytest.raises(NoEngine, match=f"no `{lacks}`"):
             _built(lambda *_, engine=engine: engine, model, None, None)
+
+
+@pytest.mark.parametrize(
+    "name, there, message",
+    [
+        ("optimizer", [], "whose `optimizer` is of type list. It must be a torch Optimizer"),
+        ("model", len, "whose `model` is of type builtin_function_or_method. It must be a torch Module"),
+    ],
+)
+def test_what_a_referee_cannot_measure_is_named(name, there, message):
+    model = torch.nn.Linear(2, 2)
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "training_step": len, name: there}
+    with pytest.raises(NoEngine, match=message):
+        _built(lambda *_: SimpleNamespace(**parts), model, None, None)
+
+
+@pytest.mark.parametrize("own", [{"first": []}, [[1, 2]], 3, None])
+def test_an_engine_may_have_attributes_with_the_names_of_ours(own):
+    """What it holds is counted in its model and its optimizer."""
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    parts = dict.fromkeys(("all_buckets", "buckets", "units"), own)
+    built = _built(
+        lambda *_: SimpleNamespace(model=model, optimizer=optimizer, training_step=len, **parts), model, 0, 0
+    )
+    assert held_bytes(built) == {"parameters": 36, "gradients": 36, "optimizer": 36}
+    assert held_shards(built)["parameters"] and buckets_of(built) == []
 
 
 @pytest.mark.parametrize("returned", (None, 1.0, torch.ones(3)))

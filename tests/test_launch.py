@@ -246,7 +246,27 @@ def test_an_old_python_and_one_without_torch_are_named(tmp_path):
     assert result.stderr == f"error: PYTHON={old} is Python 3.10.1. Set PYTHON to a Python from 3.11 on\n"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
     result = started.launch("compare", "2", PYTHON=tmp_path / "empty" / "bin" / "python")
-    assert result.returncode == 2 and "has no psutil: install it" in result.stderr
+    python = tmp_path / "empty" / "bin" / "python"
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.count("\n") == 1
+    assert "has no torch, numpy, matplotlib, psutil. Install what is missing: " in result.stderr
+    assert f"{python} -m pip install 'torch>=2.11' numpy matplotlib psutil " in result.stderr, result.stderr
+
+
+def test_a_package_that_is_too_old_is_named_with_its_version(monkeypatch):
+    versions = {"torch": "2.10.1+cpu", "numpy": "2.0", "matplotlib": "3.0", "psutil": "7.0"}
+    monkeypatch.setenv("PYTHON", "python3")
+    monkeypatch.setattr("importlib.metadata.version", versions.get)
+    with pytest.raises(
+        ValueError, match=r"no torch 2.11 or newer \(it has 2.10.1\+cpu\)\. .*install 'torch>=2.11'  Or"
+    ):
+        launch.check_packages([])
+
+
+def test_without_a_command_it_is_said_what_runs(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert typed_commands.started()[-1] == "fsdp2_compare"
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Without a command this is ./launch.sh compare: ")
 
 
 SLEEPS = """

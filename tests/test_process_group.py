@@ -60,6 +60,16 @@ def test_another_kind_of_accelerator_takes_the_same_path(monkeypatch):
             process_group.choose(backend, device, 0, 4, 4)
 
 
+def test_on_a_mac_ranks_compute_on_the_cpu(monkeypatch):
+    """Gloo, the only backend there, does not send Metal's tensors. No Mac has run this test."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert process_group.count_gpus() == 0
+    assert process_group.choose("auto", "auto", 1, 2, process_group.count_gpus())[:2] == ("gloo", "cpu")
+    with pytest.raises(ValueError, match="--device must be auto, cpu or cuda, got 'mps'"):
+        process_group.choose("auto", "mps", 0, 2, process_group.count_gpus())
+
+
 def test_the_reason_says_whether_ranks_share_a_gpu():
     for ranks, gpus, shared in ((2, 1, True), (5, 4, True), (2, 2, False), (2, 4, False)):
         why = process_group.choose("gloo", "auto", 0, ranks, gpus)[2]

@@ -27,7 +27,7 @@ def started(*words: str, **environment: str) -> list[str]:
     """The arguments of the Python that `./launch.sh WORDS` starts. SystemExit if it starts none."""
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(launch, "environment", lambda: "python"),
+        mock.patch.object(launch, "environment", lambda command: "python"),
         mock.patch.object(launch, "replace_by", note),
         mock.patch.object(launch, "start", lambda line: note(*line)),
         contextlib.chdir(ROOT),

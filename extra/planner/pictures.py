@@ -121,5 +121,6 @@ def validation(results: dict):
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         left.plot([], [], label=engine, **_look(engine, linestyle="none"))
     left.plot([], [], "o", color=INK, markerfacecolor=PAPER, label="used in a fit")
+    figure.suptitle("Predicted against published; line: equal, shaded: within 10%", fontsize=11)
     figure.legend(loc="outside lower center", ncols=5)
     return figure

@@ -15,7 +15,6 @@ from extra.watch import animation, page
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
-from zerolab.engine import accelerator
 from zerolab.run import commands, engine_file, json_file, process_group, ranks
 from zerolab.run.command_line import did_you_mean, one_line
 from zerolab.run.engines import ENGINES
@@ -47,7 +46,7 @@ def settle(options: argparse.Namespace) -> None:
 
 
 def settle_ranks(options: argparse.Namespace) -> None:
-    gpus = accelerator.count()
+    gpus = process_group.count_gpus()
     if options.ranks is None:
         options.ranks = str(default_ranks(options.backend, options.device, gpus, 1))
     if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
@@ -97,7 +96,7 @@ def settle_files(options: argparse.Namespace) -> None:
 
 def check_memory(options: argparse.Namespace) -> None:
     """Raise ValueError if the ranks need more memory than is free. A bug's model is always small."""
-    device = process_group.choose(options.backend, options.device, 0, options.ranks, accelerator.count())[1]
+    device = process_group.choose(options.backend, options.device, 0, options.ranks, process_group.count_gpus())[1]
     if options.bug is None and device == "cpu":
         alone = argparse.Namespace(**vars(options), timed_steps=0)  # one engine is alive at a time
         refuse_too_large(alone, options.names, options.ranks, options.ranks)

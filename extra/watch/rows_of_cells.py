@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero3 import default_units, parameters_by_unit
-from zerolab.measure.held import buckets_of
+from zerolab.measure.held import buckets_of, units_of
 
 
 @dataclass
@@ -68,7 +68,7 @@ def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None
     if buckets_of(engine):
         numbered = [(f"bucket {number}", [bucket]) for number, bucket in enumerate(buckets_of(engine))]
         named = [*reversed(numbered)]  # ours begin with the last parameters
-        if hasattr(engine, "units"):  # in the order in which they run: the root's embedding comes first
+        if units_of(engine):  # in the order in which they run: the root's embedding comes first
             by_name = {"root": []}
             for unit in buckets_of(engine):
                 by_name.setdefault(unit.name, []).append(unit)

@@ -1,4 +1,4 @@
-"""The report of `conform`: a table of tests by engines, the reasons, and a JSON file."""
+"""The report of `conform`: a table of the outcomes, the tests and their reasons, and a JSON file."""
 
 import contextlib
 import json
@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from conformance.on_ranks import WORST
+from zerolab.measure import tables
 
 OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")
-SIGNS = dict(zip(OUTCOMES, ("ok", "refused", "WRONG", "CRASH", "HANG", "-")))
+SIGNS = {"refused": "refused", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
 BAD = ("wrong", "crash", "hang")
 
 
@@ -87,28 +88,28 @@ class Report:
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("conformance")
-        terminalreporter.write_line(self.table())
-        for engine, tests in self.engines.items():
-            for name, found in tests.items():
-                if found["outcome"] in (*BAD, "refused"):
-                    first = main_line(found["says"])
-                    terminalreporter.write_line(f"{engine}, {name}: {SIGNS[found['outcome']]}: {first}")
-        reasons = Counter()
-        for engine, tests in self.engines.items():
-            reasons.update((engine, found["says"]) for found in tests.values() if found["outcome"] == "not applicable")
-        for (engine, reason), count in reasons.items():
-            terminalreporter.write_line(f"{engine}: {count} tests do not apply: {reason}")
+        for line in self.text().split("\n"):
+            terminalreporter.write_line(line)
 
-    def table(self):
-        rows = [["test", *self.engines]]
-        names = dict.fromkeys(name for tests in self.engines.values() for name in tests)
-        for name in sorted(names):
-            outcomes = [tests.get(name, {}).get("outcome") for tests in self.engines.values()]
-            rows.append([name, *(SIGNS.get(outcome, "") for outcome in outcomes)])
-        counts = [Counter(found["outcome"] for found in tests.values()) for tests in self.engines.values()]
-        rows += [[f"in all: {outcome}", *(str(count[outcome]) for count in counts)] for outcome in OUTCOMES]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    def text(self):
+        """The counts of each engine, what is not correct, the tests that are correct, and why others do not apply."""
+        rows = [["engine", *OUTCOMES]]
+        for engine, tests in self.engines.items():
+            counts = Counter(found["outcome"] for found in tests.values())
+            rows.append([engine, *(str(counts[outcome]) for outcome in OUTCOMES)])
+        lines = tables.text(rows)
+        for engine, tests in self.engines.items():
+            for name, found in sorted(tests.items()):
+                if found["outcome"] in (*BAD, "refused"):
+                    lines += ["", f"{engine}, {name}: {SIGNS[found['outcome']]}: {main_line(found['says'])}"]
+        for engine, tests in self.engines.items():
+            correct = [name for name, found in sorted(tests.items()) if found["outcome"] == "correct"]
+            lines += ["", f"{engine}, correct: {', '.join(correct) or 'no test'}"]
+            reasons = Counter(found["says"] for found in tests.values() if found["outcome"] == "not applicable")
+            for reason, count in reasons.items():
+                do = "tests do" if count > 1 else "test does"
+                lines.append(f"{engine}: {count} {do} not apply: {reason}")
+        return tables.wrapped("\n".join(lines))
 
 
 def main_line(message):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
+    EXACT,
     MOMENTUM,
     Blocks,
     Dtypes,
@@ -190,21 +191,25 @@ def test_all_ranks_start_with_rank_0s_weights(engine):
 
 @pytest.mark.chapters
 def test_training_step_is_the_loop(engine):
-    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand."""
-    one, other = seeded(Blocks, dtype=torch.float32), seeded(Blocks, dtype=torch.float32)
-    one, other = engine(one, ADAMW(one.parameters())), engine(other, ADAMW(other.parameters()))
+    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand.
+
+    Ours is that loop, so it is equal to the bit. Another engine may split the batch, which adds in a different order.
+    """
+    dtype, tolerance = (torch.float32, 0) if engine.ours else (engine.dtype, max(EXACT, engine.documented.tolerance))
+    one, other = seeded(Blocks, dtype=dtype), seeded(Blocks, dtype=dtype)
+    one, other = engine(one, MOMENTUM(one.parameters())), engine(other, MOMENTUM(other.parameters()))
     for step in range(2):
-        data = own_batch(step, dtype=torch.float32)
+        data = own_batch(step, dtype=dtype)
         found = one.training_step(*data, nn.functional.mse_loss)
         loss = mse(other, *data)
         loss.backward()
         other.step()
         other.zero_grad()
-        same(found, loss.detach(), 0, "the loss")
+        same(found, loss.detach(), tolerance, "the loss")
         assert not found.requires_grad
     expected = engine.weights(other)
     for name, weight in engine.weights(one).items():
-        same(weight, expected[name], 0, name)
+        same(weight, expected[name], tolerance, name)
 
 
 class Loose(Blocks):

@@ -47,12 +47,24 @@ def optimizer_of(engine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optim", engine.optimizer)
 
 
+BUCKET = ("names", "params", "offsets", "numel", "shard_numel", "flat", "shard", "gradient")
+
+
 def buckets_of(engine) -> list:
-    """All buckets of an engine or a chapter, frozen ones too; nothing of other people's engines."""
+    """All buckets of an engine or a chapter, frozen ones too; nothing of other people's engines.
+
+    They may use these names for something else, so each bucket must have what the instruments read from it.
+    """
     for name in ("all_buckets", "buckets", "units"):
-        if hasattr(engine, name):
-            return list(getattr(engine, name))
+        found = getattr(engine, name, None)
+        if isinstance(found, (list, tuple)) and all(hasattr(each, part) for each in found for part in BUCKET):
+            return list(found)
     return []
+
+
+def units_of(engine) -> list:
+    """The units of ZeRO-3: buckets with a name and a module."""
+    return [bucket for bucket in buckets_of(engine) if hasattr(bucket, "module")]
 
 
 def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
@@ -80,7 +92,7 @@ def held_tensors(engine) -> dict[str, list[torch.Tensor]]:
 def held_shards(engine) -> dict[str, list[torch.Tensor]]:
     """`held_tensors` without ZeRO-3's whole parameters, which come and go."""
     held = held_tensors(engine)
-    if hasattr(engine, "units"):
+    if units_of(engine):
         own = {id(param) for param in engine.model.parameters()}
         held["parameters"] = [tensor for tensor in held["parameters"] if id(tensor) not in own]
     return held

@@ -38,10 +38,10 @@ OTHER_PEAKS = {"ledger_peak_bytes": "the live storages, which the parts add up t
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = commands.memory(argv)
-    there = accelerator.kind() if accelerator.count() else "cuda"
+    there = accelerator.kind() if process_group.count_gpus() else "cuda"
     if options.device not in ("fake", there):
         raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
-    if options.device != "fake" and not accelerator.count():
+    if options.device != "fake" and not process_group.count_gpus():
         raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
     options.engines = registry.chosen(options.engines, "memory", registry.named("memory"))
     return options
@@ -125,6 +125,7 @@ def all_tables(results: dict) -> str:
         engines[name + (" (stand-in)" if row.get("stand_in") else "")] = row
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
+    lines += ["", *gpu_lines(engines)]
     held = f"Held by one rank with the gradients of a finished backward, {unit}"
     lines += ["", f"{held}, and {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
@@ -132,11 +133,7 @@ def all_tables(results: dict) -> str:
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
-    lines += [
-        "",
-        registry.who_trained(results["engines"], dtype=registry.DTYPES[results["dtype"]]),
-        *gpu_lines(engines),
-    ]
+    lines += ["", registry.who_trained(results["engines"], dtype=registry.DTYPES[results["dtype"]])]
     return "\n".join(lines)
 
 
@@ -219,7 +216,8 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
     """Which GPUs have room for each engine, by the planner's rule."""
     needed = f"the peak, {GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB"
     lines = [f"Which GPUs have room for it (GB of 10^9 bytes). Needed are {needed}"]
-    lines += ["for CUDA and NCCL, the same assumptions as in ./launch.sh plan:"]
+    lines += ["for CUDA and NCCL, the same assumptions as in ./launch.sh plan. While there is room, torch's allocator may"]
+    lines += ["reserve more than is needed, which plan predicts, too:"]
     for name, row in engines.items():
         if "out_of_memory" in row:
             predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU

@@ -43,7 +43,7 @@ def headline(about: dict, options: argparse.Namespace, me: Rank) -> str:
 
 
 def verdict(result: dict, reference: str) -> str:
-    """Whether the engines train correctly, what proves it, and what is not proved."""
+    """Whether the engines train correctly, and then, for each pass, what it compared and what it found."""
     runs = result["runs"]
     lines = []
     for name, run in runs.items():
@@ -51,12 +51,12 @@ def verdict(result: dict, reference: str) -> str:
             lines.append(f"DOES NOT MATCH: {name} {what_is_off(run, reference, result['dtype'])}.")
     if not lines:
         lines.append(f"MATCH: all {len(runs)} engines train alike." if len(runs) > 1 else "MATCH: there is one engine.")
-    return "\n".join([*lines, *what_is_proved(runs), *float_losses(result, reference)])
+    return "\n".join([*lines, *float64_pass(runs), *training_pass(result, reference)])
 
 
 def what_is_off(run: dict, reference: str, dtype: str) -> str:
-    """Behind "DOES NOT MATCH: zero1". The comparison with "not <=" is true for NaN."""
-    if run["float64_difference"] is not None and not run["float64_difference"] <= proof.TOLERANCE:
+    """Behind "DOES NOT MATCH: zero1"."""
+    if not within_tolerance(run):
         return (
             f"does not compute what one process computes: its losses in float64 are off by "
             f"{run['float64_difference']:.2g}, allowed {proof.TOLERANCE:g}"
@@ -65,43 +65,53 @@ def what_is_off(run: dict, reference: str, dtype: str) -> str:
     return f"is off by {off:.3g} from {reference} in {PRECISION[dtype]}, allowed {allowed:g}"
 
 
-def what_is_proved(runs: dict) -> list[str]:
-    """Which engines the float64 pass has proved, and which it could not ask."""
-    lines, proved, unproved = [], [], []
-    for name, run in runs.items():
-        if run["float64_difference"] is None:
-            unproved.append(name)
-        elif run["float64_difference"] <= proof.TOLERANCE:
-            proved.append(name)
+def within_tolerance(run: dict) -> bool:
+    """Whether the float64 pass found nothing. False for NaN, which compares false with everything."""
+    return run["float64_difference"] is None or run["float64_difference"] <= proof.TOLERANCE
+
+
+def float64_pass(runs: dict) -> list[str]:
+    """What the first pass compared, and which engines it has proved, which it has missed, and which it cannot ask."""
+    asked = [name for name, run in runs.items() if run["float64_difference"] is not None]
+    passed = [name for name in asked if within_tolerance(runs[name])]
+    proved = [name for name in passed if runs[name]["match"]]
+    lines = []
     if proved:
         largest = max(runs[name]["float64_difference"] for name in proved)
         lines.append(
-            f"Proved in float64 that these compute what one process computes on the whole batch: {', '.join(proved)}. "
-            f"Their losses differ by at most {largest:.1g} ({proof.TOLERANCE:g} is allowed) in {proof.STEPS} steps of "
-            "SGD with momentum and weight decay on a small model."
+            f"Float64 pass: {proof.STEPS} steps of SGD with momentum and weight decay on a small model. These compute "
+            f"what one process computes on the whole batch: {', '.join(proved)}. Their losses differ by at most "
+            f"{largest:.1g} ({proof.TOLERANCE:g} is allowed)."
         )
-    if unproved := [name for name in unproved if name != "single"]:
-        lines.append(f"Not proved: {', '.join(unproved)}, which cannot train in float64.")
+    if missed := [name for name in passed if not runs[name]["match"]]:
+        lines.append(
+            f"The float64 pass did not find what is wrong with {', '.join(missed)}: it begins after step "
+            f"{proof.STEPS}, or it needs the larger model, AdamW or the lower precision."
+        )
+    if unproved := [name for name in runs if name not in (*asked, "single")]:
+        lines.append(f"Not in the float64 pass, because they cannot train in float64: {', '.join(unproved)}.")
     return lines
 
 
-def float_losses(result: dict, reference: str) -> list[str]:
+def training_pass(result: dict, reference: str) -> list[str]:
     """How near the losses in float32 or bfloat16 are."""
     runs, precision = result["runs"], PRECISION[result["dtype"]]
-    equal = [name for name, run in runs.items() if run["difference"] == 0 and name != reference]
+    equal = [name for name, run in runs.items() if run["difference"] == 0 and run["match"] and name != reference]
     near = [name for name, run in runs.items() if run["difference"] > 0 and run["match"]]
-    lines = []
+    found = []
     if equal:
-        lines.append(f"In {precision}, {result['steps']} steps: equal to {reference} to the bit: {', '.join(equal)}.")
+        found.append(f"equal to {reference} to the bit: {', '.join(equal)}")
     if near:
         largest = max(runs[name]["difference"] for name in near)
-        lines.append(
-            f"In {precision} within {largest:.1e} of {reference}: {', '.join(near)}. Rounding differs that much where "
-            "sums are taken in a different order."
+        found.append(
+            f"within {largest:.1e} of {reference}, because sums are taken in a different order: {', '.join(near)}"
         )
+    lines = []
+    if found:
+        lines.append(f"Training pass: {result['steps']} steps of AdamW in {precision}. Losses are {'; '.join(found)}.")
     if result["dtype"] == "bf16":
         lines.append(
-            "Not proved: the casts to bfloat16, which the float64 steps leave out. Losses that are equal to the bit "
+            "Not proved: the casts to bfloat16, which the float64 pass leaves out. Losses that are equal to the bit "
             "have the same casts. A small error in the casts of the others would not be seen."
         )
     return lines

@@ -24,9 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from zerolab.engine import accelerator
 from zerolab.measure import tables
-from zerolab.run import commands, ranks
+from zerolab.run import commands, process_group, ranks
 from zerolab.run.command_line import one_line
 from zerolab.run.json_file import write_whole
 
@@ -322,7 +321,7 @@ def main(argv: list[str] | None = None, began: float | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     about = f"Written by `./launch.sh report --minutes {options.minutes:g}` on {time.strftime('%Y-%m-%d')}; {load}."
-    chosen = chosen_commands(str(folder), accelerator.count(), SIZES)
+    chosen = chosen_commands(str(folder), process_group.count_gpus(), SIZES)
     page = Page(folder, about, {command.line: "had not ended when this page was written" for command in chosen}, {})
     page.write()
     for index, command in enumerate(chosen, 1):

@@ -72,4 +72,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{option} does nothing without {other}")
 
     def error(self, message: str):
+        for action in self._actions:
+            if action.choices and message.endswith(f"are required: {action.metavar}"):
+                message = f"{action.metavar} is missing, one of: {', '.join(action.choices)}"
         self.exit(2, f"error: {message.removesuffix('.')} (--help lists what there is)\n")

@@ -11,6 +11,8 @@ import importlib.util
 import math
 import os
 import re
+import shlex
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -348,7 +350,8 @@ def train(argv: list[str] | None = None) -> argparse.Namespace:
     if options.folder is None:
         options.folder = Path(f"runs/{options.stage}-{options.preset}")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        parser.error("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
+        install = f"{shlex.quote(sys.executable)} -m pip install tensorboard"
+        parser.error(f"--tensorboard needs the package tensorboard, which is not installed: {install}")
     return options
 
 

@@ -116,9 +116,16 @@ def _built(build, model, optimizer, device) -> "_OfAFile":
     wanted = ["model", "optimizer"]
     if not hasattr(engine, "training_step"):
         wanted += LOOP
+    kind = type(engine).__name__
     for name in wanted:
         if not hasattr(engine, name):
-            raise NoEngine(f"build returned a {type(engine).__name__}, which has no `{name}`")
+            raise NoEngine(f"build returned a {kind}, which has no `{name}`")
+    for name, needed in (("model", torch.nn.Module), ("optimizer", torch.optim.Optimizer)):
+        if not isinstance(there := getattr(engine, name), needed):
+            raise NoEngine(
+                f"build returned a {kind} whose `{name}` is of type {type(there).__name__}. It must be a torch "
+                f"{needed.__name__}, because that is where memory is counted"
+            )
     return _OfAFile(engine)
 
 

@@ -74,6 +74,15 @@ ALONE = {
     "plan": ["extra.planner"],
 }
 OTHERS = ["notebooks", "test", "help"]
+PYTEST = ["test", "conform"]  # commands that run pytest
+DEFAULT = """\
+Without a command this is ./launch.sh compare: it trains a small GPT under DDP, our stages and FSDP2, and compares their
+losses, memory and step times. It takes some minutes on two CPU cores; --quick takes less than one. ./launch.sh help
+lists all commands. Ctrl-C stops it."""
+CPU_BUILDS = """\
+Torch's usual build brings NVIDIA's libraries: 5 GB in all. Without an NVIDIA GPU stop this with Ctrl-C, and set
+PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, which PyTorch's page "Get Started" has after --index-url:
+1.5 GB in all. Or PYTHON=python3 uses the torch that you have, and installs nothing."""
 AMD_DEVICES = Path("/sys/class/kfd/kfd/topology/nodes")  # of the ROCm driver
 
 # Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
@@ -180,10 +189,10 @@ def check_job(command: str, options, ranks: int, gpus: int) -> None:
 # The environment: the user's, or .venv.
 
 
-def environment() -> str:
+def environment(command: str) -> str:
     """The path of a Python that has torch: PYTHON, or the one of .venv, which is made once."""
     if os.environ.get("PYTHON"):
-        check_packages()
+        check_packages(["pytest"] if command in PYTEST else [])
         return sys.executable
     python = ROOT / ".venv" / "bin" / "python"
     installed = ROOT / ".venv" / "installed"
@@ -195,18 +204,33 @@ def environment() -> str:
     return str(python)
 
 
-def check_packages() -> None:
-    """Raise ValueError if this Python lacks what the commands need. Looks at what is installed and imports nothing."""
+def check_packages(more: list[str]) -> None:
+    """Raise ValueError if this Python lacks a package of pyproject.toml, or one of `more`. Imports none of them."""
     import importlib.metadata  # slow to import, and needed only here
+    import tomllib
 
-    name = f"PYTHON={os.environ['PYTHON']}"
-    try:
-        importlib.metadata.version("psutil")
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"{name} has no {error.name}: install it, or unset PYTHON to have .venv made") from error
-    if [int(part) for part in re.findall("[0-9]+", torch)[:2]] < [2, 11]:
-        raise ValueError(f"{name} has torch {torch}, and 2.11 or newer is needed: unset PYTHON to have .venv made")
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    missing = []
+    for package in [*wanted, *more]:
+        name, _, least = package.partition(">=")
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append((package, name))
+            continue
+        if least and numbers(version) < numbers(least):
+            missing.append((package, f"{name} {least} or newer (it has {version})"))
+    if missing:
+        packages = shlex.join(package for package, _ in missing)
+        raise ValueError(
+            f"PYTHON={os.environ['PYTHON']} has no {', '.join(what for _, what in missing)}. Install what is missing: "
+            f"{shlex.quote(sys.executable)} -m pip install {packages}  Or unset PYTHON: then .venv is made, with all."
+        )
+
+
+def numbers(version: str) -> list[int]:
+    """[2, 11] from "2.11.0+cpu"."""
+    return [int(part) for part in re.findall("[0-9]+", version)[:2]]
 
 
 def install(python: Path, requirements: Path) -> None:
@@ -216,21 +240,18 @@ def install(python: Path, requirements: Path) -> None:
             f"cannot write {folder}, where packages would be installed. Set PYTHON to a Python that has torch, or "
             "clone the project to a folder that you can write to"
         )
-    print(f"making {folder}, once, and installing what requirements.txt pins: torch, Jupyter and some small ones")
+    log = folder / "pip.log"
+    print(f"making {folder}, once: torch, Jupyter and some small packages, as requirements.txt has them")
     if sys.platform == "linux" and not os.environ.get("PIP_INDEX_URL") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        print(
-            "torch's usual build brings NVIDIA's libraries: 5 GB in all. Without an NVIDIA GPU stop this by Ctrl-C, and"
-        )
-        print(
-            "set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, which PyTorch's page 'Get Started' has"
-        )
-        print("behind --index-url: 1.5 GB in all. Or PYTHON=python3 uses the torch that you have, and installs nothing")
+        print(CPU_BUILDS)
     sys.stdout.flush()
     if not python.exists() and subprocess.run([sys.executable, "-m", "venv", str(folder)]).returncode:
         raise ValueError("python3 -m venv failed, see above (on Debian and Ubuntu: apt install python3-venv)")
+    print(f"installing, which takes minutes; {log} has what pip does", flush=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(requirements)]
-    if subprocess.run(pip).returncode:
-        raise ValueError("the installation failed, see above; the next start tries again")
+    # Quiet, so that the advice above stays on the screen while there is time to follow it.
+    if subprocess.run([*pip, "--quiet", "--log", str(log)]).returncode:
+        raise ValueError(f"the installation failed, see above and {log}; the next start tries again")
 
 
 # What is started.
@@ -335,6 +356,8 @@ def check_html(words: list[str]) -> None:
 
 @one_line(ValueError, OSError)
 def main(argv: list[str]) -> int:
+    if not argv:
+        print(DEFAULT, flush=True)
     command, *words = argv or ["compare"]
     if command in ("help", "-h", "--help"):
         print(USAGE)
@@ -342,21 +365,21 @@ def main(argv: list[str]) -> int:
     check_command(command)
     if command == "notebooks":
         check_html(words)
-        return notebooks(environment(), words)
+        return notebooks(environment(command), words)
     if command == "test":
-        test(environment(), words)
+        test(environment(command), words)
     ranks = take_ranks(command, words) if command in RANKED else None
     options = commands.COMMANDS[command](words)
     check_variables(command)
     if command in ALONE:
-        replace_by(environment(), "-m", *ALONE[command], *words)
+        replace_by(environment(command), "-m", *ALONE[command], *words)
     if command == "bench" and (options.host is not None or options.ratios):  # these need no ranks
-        replace_by(environment(), "-m", *RANKED[command], *words)
+        replace_by(environment(command), "-m", *RANKED[command], *words)
     gpus = count_gpus()
     if ranks is None:
         ranks = default_ranks(options.backend, options.device, gpus, commands.machines())
     check_job(command, options, ranks, gpus)
-    python = environment()
+    python = environment(command)
     line = [*torchrun_options(command, ranks), "-m", *RANKED[command], *words]
     variables = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
     if command == "train":

@@ -37,12 +37,17 @@ class Rank:
             print(*values, flush=True)
 
 
+def count_gpus() -> int:
+    """How many accelerators ranks can use. 0 on a Mac: no backend of torch.distributed sends Metal's tensors."""
+    return accelerator.count() if dist.get_default_backend_for_device(accelerator.kind()) != "gloo" else 0
+
+
 def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: int) -> tuple[str, str, str]:
     """(backend, device, why) for `ranks_here` ranks on a machine with `gpus` GPUs; "auto" leaves the choice to us.
 
     Raises ValueError for a combination that cannot work.
     """
-    kind = accelerator.kind() if accelerator.count() else "cuda"
+    kind = accelerator.kind() if count_gpus() else "cuda"
     own = dist.get_default_backend_for_device(kind)  # between GPUs: "nccl" for CUDA, "xccl" for XPU
     if device not in ("auto", "cpu", kind):
         raise ValueError(f"--device must be auto, cpu or {kind}, got {device!r}")
@@ -76,7 +81,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         raise RuntimeError("started without torchrun. ./launch.sh help lists the commands, which start it")
     end_with_parent(signal.SIGKILL)
     local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    backend, device, why = choose(backend, device, local_rank, ranks_here, accelerator.count())
+    backend, device, why = choose(backend, device, local_rank, ranks_here, count_gpus())
     chosen = torch.device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)  # before anything else touches a GPU

@@ -11,6 +11,8 @@ QUIET = 15.0  # seconds between two lines in a file, and before the first
 class Progress:
     """Work of `total` units. `show("[1/8] ddp")` names what begins, `advance()` counts a unit that is done.
 
+    The units should take equally long, because the time that is left is estimated from those that are done.
+
     Of several ranks only one has `shown=True`.
     """
 
@@ -21,6 +23,8 @@ class Progress:
         self._shown = shown
 
     def show(self, what: str) -> None:
+        if not self.done:
+            self.began = time.monotonic()
         self.what = what
         self._write()
 
@@ -47,8 +51,10 @@ class Progress:
     def _time_left(self, now: float) -> str:
         if not self.done:
             return ""
-        seconds = (now - self.began) / self.done * max(self.total - self.done, 0)
-        return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
+        seconds = round((now - self.began) / self.done * max(self.total - self.done, 0))
+        if seconds <= 90:
+            return f", about {seconds} s left"
+        return f", about {seconds // 60} min {seconds % 60 // 10 * 10} s left"
 
 
 def with_progress(things: Iterable, what: str, shown: bool = True) -> Iterator:

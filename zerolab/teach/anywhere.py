@@ -27,8 +27,9 @@ def ready(device: str | None = None) -> str:
             "in a cell above, then restart the kernel"
         )
     from zerolab.engine import accelerator
+    from zerolab.run import process_group
 
-    gpus = accelerator.count()
+    gpus = process_group.count_gpus()
     kind = accelerator.kind() if gpus else "cuda"
     if device not in ("cpu", kind):
         raise RuntimeError(f'the device must be "cpu" or "{kind}", got {device!r}')

@@ -47,7 +47,7 @@ def not_holding(rows: list[dict]) -> list[dict]:
 
 def text(rows: list[dict]) -> str:
     """The report for a terminal."""
-    lines = []
+    lines = [count(rows)]
     if not_holding(rows):
         lines += heading("These do not hold")
         for one in not_holding(rows):
@@ -57,7 +57,7 @@ def text(rows: list[dict]) -> str:
             lines += heading(article.title)
             for one in mine:
                 lines += paragraph(one)
-    return tables.wrapped("\n".join([*lines, "", count(rows)]))
+    return tables.wrapped("\n".join(lines))
 
 
 def heading(title: str) -> list[str]:
