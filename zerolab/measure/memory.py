@@ -214,10 +214,11 @@ def _sent_cell(one: dict | None, share: float, size: float) -> str:
 
 def gpu_lines(engines: dict[str, dict]) -> list[str]:
     """Which GPUs have room for each engine, by the planner's rule."""
-    needed = f"the peak, {GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB"
-    lines = [f"Which GPUs have room for it (GB of 10^9 bytes). Needed are {needed}"]
-    lines += ["for CUDA and NCCL, the same assumptions as in ./launch.sh plan. While there is room, torch's allocator may"]
-    lines += ["reserve more than is needed, which plan predicts, too:"]
+    lines = [
+        "Which GPUs have room for it (GB of 10^9 bytes). Needed are the peak, "
+        f"{GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB for CUDA and NCCL, as in "
+        "./launch.sh plan. While there is room, the allocator may reserve more, which plan predicts as well."
+    ]
     for name, row in engines.items():
         if "out_of_memory" in row:
             predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU
