@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from extra.simulated_gpu import findings
-from zerolab.engine import checkpoint, offload
+from zerolab.engine import GradScaler, checkpoint, offload
 from zerolab.engine.checkpoint import loading
 from zerolab.measure import memory
 from zerolab.run import engines
@@ -227,14 +227,17 @@ def some_ranks_train(stages: list[str], folder: str) -> None:
         model = different_on_ranks(plain)
         optimizer, mine = MOMENTUM(plain.parameters()), MOMENTUM(model.parameters())
         engine = engines.STAGES[stage](model, mine, group=mesh, find_unused=True)
+        scaler = GradScaler(init_scale=4.0)
         for step in range(3):
             mse_on_gpu(plain, *concatenated(step, range(4))).backward()
-            mse_on_gpu(engine, *own_batch(step)).backward()
+            scaler.scale(mse_on_gpu(engine, *own_batch(step))).backward()
+            scaler.unscale_(engine)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             same(engine.clip_grad_norm_(0.1), expected, EXACT, f"the norm in step {step} of {stage}")
             optimizer.step()
             optimizer.zero_grad()
-            engine.step()
+            scaler.step(engine)
+            scaler.update()
             engine.zero_grad()
             if step == 1:
                 checkpoint.async_save(engine, f"{folder}/{stage}").result()

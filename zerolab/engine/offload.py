@@ -3,7 +3,9 @@
 A shard is copied to the device right before its all-gather, and its gradient is copied back after its reduction. The
 device then needs no memory for 16Ψ/N bytes of float32 training, only for what is gathered, for whole gradients and for
 activations. The price is 4Ψ/N bytes over PCIe in each direction per gather and per step, and an update on the CPU:
-use an optimizer with `fused=True`, which is about four times faster there than the default.
+use an optimizer with `fused=True`, which is about four times faster there than the default. If several backwards are
+reduced before a step, each of them after the first also brings the sum so far back to the device, another 4Ψ/N bytes,
+because the device adds it up, and the host does not have to wait in the middle of backward.
 
 The copies run on the compute stream, so computation waits for them. The host waits only in `reduce_gradients()`, for
 the last copy of each bucket and for nothing else on the device. FSDP2, which has the same option (`CPUOffloadPolicy`),
