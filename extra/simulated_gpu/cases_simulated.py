@@ -218,10 +218,15 @@ class Idle(Blocks):
 
 
 def some_ranks_train(stages: list[str], folder: str) -> None:
-    """Ranks 0 to 3 are a mesh, and train as one process does. The others take part in nothing."""
+    """Ranks 0 to 3 train. The others take part in nothing. Afterwards all ranks can still make a group."""
     mesh = DeviceMesh("cuda", [[0, 1], [2, 3]])
-    if dist.get_rank() > 3:
-        return
+    if dist.get_rank() < 4:
+        train_on_a_mesh(mesh, stages, folder)
+    dist.barrier(dist.new_group())
+
+
+def train_on_a_mesh(mesh, stages, folder):
+    """As one process does, with everything that is sent over the group of all ranks of the mesh."""
     for stage in stages:
         plain = seeded(Idle).cuda()
         model = different_on_ranks(plain)

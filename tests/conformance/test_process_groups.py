@@ -90,7 +90,7 @@ def test_replicas_train_as_one_process(engine, rows):
 def test_replicas_of_some_ranks_need_no_other(engine, besides, tmp_path):
     """Ranks 0 and 1 of three are two replicas. Rank 2 takes part in nothing, whatever other groups the ranks are in.
 
-    This also holds for a checkpoint that is saved in the background.
+    This also holds for a checkpoint that is saved in the background, and afterwards all ranks can still make a group.
     """
     dist.new_group(besides)  # if it has one of the two replicas, that one is in more groups than the other
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicas", "shards"))
@@ -100,6 +100,7 @@ def test_replicas_of_some_ranks_need_no_other(engine, besides, tmp_path):
         checkpoint.async_save(pair.trained, tmp_path).result()
         checkpoint.load(pair.trained, tmp_path)
         pair.train(1)
+    dist.barrier(dist.new_group())
 
 
 @pytest.mark.ranks(4)

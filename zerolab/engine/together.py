@@ -1,5 +1,7 @@
 """Functions that all ranks call together: raise one rank's error on every rank, so that none waits; make a group."""
 
+import secrets
+
 import torch.distributed as dist
 
 
@@ -52,16 +54,18 @@ def make_group(ranks, groups):
 
     Over gloo, because NCCL would split the communicator of the default group, and all ranks must take part in a split.
 
-    torch names the group after its ranks and after the number of groups that this rank is in. Ranks that use different
-    names wait for each other forever. So a rank that is in fewer groups than another one first makes groups of itself
-    alone. The ranks compare their numbers over `groups`, which exist already and together reach all `ranks`.
+    torch names a group after the number of groups that this rank has made. If this number differs between ranks, so do
+    the names, and the ranks wait for each other forever. So the first rank chooses a number and broadcasts it over
+    `groups`, which exist already and together reach all `ranks`. The counter of torch then continues as before, because
+    the other ranks have not made this group. (With `use_local_synchronization=True` torch 2.14 counts it, so that a
+    later `new_group` on all ranks would hang, and earlier versions count the groups that a rank is in.)
     """
-    names = dist.distributed_c10d._world.pg_names  # of all groups that this rank is in
-    most = len(names)
+    number = [secrets.randbits(60)]
     for group in groups:
-        numbers = [None] * dist.get_world_size(group)
-        dist.all_gather_object(numbers, most, group=group)
-        most = max(numbers)
-    while len(names) < most:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        dist.broadcast_object_list(number, group_src=0, group=group)
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, number[0]
+    try:
+        return dist.new_group(ranks, backend="gloo")
+    finally:
+        world.group_count = before
