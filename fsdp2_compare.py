@@ -31,19 +31,20 @@ from functools import partial
 
 import torch
 
-from zerolab.measure import proof, referee_report, step_time, tables
+from zerolab.measure import proof, referee_options, referee_report, step_time, tables
 from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import HELD, PartsLedger, explained, let_go
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
-from zerolab.run import commands, engine_file, json_file, micro_batches, process_group
+from zerolab.run import engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import DTYPES, ENGINES, build
 from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import Rank
 from zerolab.run.progress import Progress, with_progress
 from zerolab.run.recompute import checkpoint_blocks
+from zerolab.run.shared_options import check_world_size
 
 # In float32 on two ranks every engine adds the same two numbers and halves them, so the losses are equal to the bit.
 # With more ranks, or the whole batch in one process, the same sums are taken in a different order. Each sum is off by
@@ -60,7 +61,7 @@ COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  #
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    options = commands.compare(argv)
+    options = referee_options.arguments(argv)
     options.engines = engine_file.chosen(options, "compare", COMPARED)
     return options
 
@@ -245,7 +246,7 @@ def main() -> None:
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     me = process_group.start(options.backend, options.device)
-    commands.check_world_size(options, me.world_size)
+    check_world_size(options, me.world_size)
     about = referee_report.conditions(options, me)
     me.print(tables.wrapped(referee_report.headline(about, options, me)))
     referee = Referee(options, text, me)

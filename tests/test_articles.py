@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from zerolab.run import commands
 from zerolab.run.ranks import ROOT
-from zerolab.teach import articles
+from zerolab.teach import articles, articles_options
 from zerolab.teach.articles import on_memory, on_traffic, printed, report
 from zerolab.teach.articles.__main__ import chosen, main
 from zerolab.teach.articles.claim import (
@@ -120,7 +119,7 @@ def test_the_command_writes_its_rows(tmp_path, capsys):
 
 @pytest.mark.parametrize("article", ARTICLES, ids=[article.key for article in ARTICLES])
 def test_the_command_knows_every_article(article):
-    claims = chosen(articles.CLAIMS, commands.articles(["--article", article.key]))
+    claims = chosen(articles.CLAIMS, articles_options.arguments(["--article", article.key]))
     assert {one.name for one in claims} == {row["name"] for row in report.of_article(article, ROWS)}
 
 

@@ -23,15 +23,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
-from zerolab.measure.sweeps import SWEEPS
-from zerolab.run import commands, launch, progress, torchrun
+from zerolab.run import launch, progress, torchrun
 from zerolab.run import ranks as run_ranks
-from zerolab.run.engines import CHAPTERS, ENGINES, named
+from zerolab.run.engines import ENGINES, named
 from zerolab.run.model import GPT, preset
 from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import Rank
 from zerolab.run.ranks import ROOT
-from zerolab.teach.exercises import EXERCISES
 
 
 def test_the_referee_compares(tmp_path):
@@ -220,10 +218,22 @@ def test_amd_gpus_are_counted_without_nvidias_tool(tmp_path, monkeypatch):
     assert launch.count_gpus() == 2
 
 
-def test_names_that_are_known_without_torch_are_those_of_the_modules():
-    assert tuple(ENGINES) == commands.ENGINES and tuple(CHAPTERS) == commands.CHAPTERS
-    assert {command: named(command) for command in commands.BY_DEFAULT} == commands.BY_DEFAULT
-    assert tuple(EXERCISES) == commands.EXERCISES and tuple(SWEEPS) == commands.SWEEPS
+WRONG_OPTIONS = """
+import contextlib, sys
+from zerolab.run import launch
+for command in launch.OPTIONS:
+    with contextlib.suppress(SystemExit):
+        launch.main([command, "--nonsense"])
+    print(command, "torch" in sys.modules)
+"""
+
+
+def test_no_command_imports_torch_to_read_its_options():
+    """So --help and mistakes take less than half a second."""
+    ended = started.alone(["-c", WRONG_OPTIONS])
+    assert ended.stdout.splitlines() == [f"{command} False" for command in launch.OPTIONS]
+    assert ended.stderr.count("error: no option --nonsense") == len(launch.OPTIONS), ended.stderr
+    assert {*launch.OPTIONS} == {*launch.RANKED, *launch.ALONE}
 
 
 def test_a_mistake_is_answered_before_torch_is_imported():

@@ -14,8 +14,8 @@ from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.ledger import HELD, PARTS, PartsLedger
 from zerolab.measure.memory import all_tables
 from zerolab.measure.watched_step import watched_step
-from zerolab.run import commands, enough_memory
 from zerolab.run import engines as registry
+from zerolab.run import enough_memory, names
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.teach.articles.runs import dry_run as dry_run_of_articles
@@ -193,7 +193,7 @@ def test_real_allocations_are_close_to_the_dry_run(name):
 
 
 def test_a_models_parameters_are_counted_without_building_it():
-    for name, shape in commands.PRESETS.items():
+    for name, shape in names.PRESETS.items():
         assert enough_memory.parameters(shape) == number_of_parameters(preset(name)), name
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import fsdp2_compare
 from zerolab.engine import accelerator
-from zerolab.measure import bench, memory, one_gpu, report, walkthrough
+from zerolab.measure import bench, memory, one_gpu, report, walkthrough_options
 from zerolab.run import enough_memory, json_file, process_group, ranks
 from zerolab.run.engines import CHAPTERS
 
@@ -134,7 +134,7 @@ def test_results_that_cannot_be_written_leave_the_ones_before(tmp_path):
 
 
 def chapter_arguments(name, words):
-    return walkthrough.arguments([name, *words])
+    return walkthrough_options.arguments([name, *words])
 
 
 def parsed(command: report.Command, gpus: int) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import train_disturbed
 
-from zerolab.run import commands, folder_lock, journal, ranks, train
+from zerolab.run import folder_lock, journal, ranks, train, train_options
 from zerolab.run.data import Batches, load_text, split
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, sample
 from zerolab.run.pool import run_on_ranks
@@ -54,7 +54,7 @@ def story(folder: Path) -> tuple:
 
 def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type = train.GPT) -> list[dict]:
     """On ranks of the pool, of which no torchrun knows: the journal's lines. The run is asked to leave at a step."""
-    options = commands.train([*options, "--folder", str(folder)])
+    options = train_options.arguments([*options, "--folder", str(folder)])
     me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     with mock.patch.object(train, "GPT", model):
         training = train.Training(options, me, load_text(None, 32))
@@ -174,12 +174,12 @@ def test_numbers_go_to_tensorboard_without_the_steps_that_are_repeated(tmp_path)
 def test_tensorboard_that_is_not_installed_is_named(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        commands.train(["zero1", "--tensorboard", "board"])
+        train_options.arguments(["zero1", "--tensorboard", "board"])
     assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_the_learning_rate_warms_up_and_falls():
-    options = commands.train(["zero1", "--steps", "110", "--lr", "0.5"])
+    options = train_options.arguments(["zero1", "--steps", "110", "--lr", "0.5"])
     rates = [train.learning_rate(step, options) for step in range(111)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)]) and max(rates) == rates[10] == 0.5
     assert rates[60] == pytest.approx(0.5 * 0.55) and sorted(rates[10:], reverse=True) == rates[10:]

@@ -5,9 +5,9 @@ import math
 import os
 from dataclasses import replace
 
+from extra.planner import parser
 from extra.planner.hardware import GPUS, Cluster
 from extra.planner.one_rank import ENGINES, Setup
-from zerolab.run import commands
 from zerolab.run.engines import ENGINES as REGISTRY
 from zerolab.run.model import GPTConfig, preset
 
@@ -19,7 +19,7 @@ ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError if they cannot work."""
-    options = commands.plan(argv)
+    options = parser.arguments(argv)
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in given.keys() & {*WHOLE}:
         if not 1 <= given[name] <= 10**6:

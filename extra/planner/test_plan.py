@@ -16,7 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typed_commands import typed
 
 from extra.planner import __main__ as command
-from extra.planner import claims, one_rank, page, pictures, plan_options, recorder, repeat, sweep, validate, words
+from extra.planner import (
+    claims,
+    one_rank,
+    page,
+    parser,
+    pictures,
+    plan_options,
+    recorder,
+    repeat,
+    sweep,
+    validate,
+    words,
+)
 from extra.planner import predict as predict_module
 from extra.planner.allocator import reserved_bytes
 from extra.planner.events import Await, Collective, Mark, Memory, Operation, Recording, Wait
@@ -31,7 +43,6 @@ from zerolab.measure.fake_ranks import build_alone, fake_ranks
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.traffic import sent_bytes
 from zerolab.measure.watched_step import Seen, watched_step
-from zerolab.run import commands
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, preset
 from zerolab.teach.articles.claim import Claim
 
@@ -506,7 +517,7 @@ def test_what_the_page_names_is_there():
 def test_the_choices_of_options_are_those_of_the_planner():
     for option, names in (("gpu", GPUS), ("network", NETWORKS), ("checkpoint-activations", one_rank.RECOMPUTED)):
         for name in names:
-            commands.plan([f"--{option}", name])  # exits for a name that is no choice
+            parser.arguments([f"--{option}", name])  # exits for a name that is no choice
 
 
 NUMBERS = [name.replace("_", "-") for name in (*plan_options.WHOLE, *plan_options.ABOVE_0) if name != "ranks"]

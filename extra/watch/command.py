@@ -11,23 +11,24 @@ from pathlib import Path
 
 import torch
 
-from extra.watch import animation, page
+from extra.watch import animation, page, watch_options
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
-from zerolab.run import commands, engine_file, json_file, process_group, ranks
+from zerolab.run import engine_file, json_file, process_group, ranks
 from zerolab.run.command_line import did_you_mean, one_line
 from zerolab.run.engines import ENGINES
 from zerolab.run.enough_memory import refuse_too_large
 from zerolab.run.launch import default_ranks
 from zerolab.run.model import preset
+from zerolab.run.shared_options import check_writable
 from zerolab.teach.museum.exhibits import exhibit_of
 
 MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    options = commands.watch(argv)
+    options = watch_options.arguments(argv)
     settle(options)
     return options
 
@@ -87,7 +88,7 @@ def settle_files(options: argparse.Namespace) -> None:
     if options.out is None and not (options.source and options.gif):
         options.out = f"watch-{options.opens}.html"
     for name in ("out", "json", "gif"):
-        commands.check_writable(f"--{name}", getattr(options, name))
+        check_writable(f"--{name}", getattr(options, name))
     if options.gif is not None:
         if not options.gif.lower().endswith(".gif"):
             raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")

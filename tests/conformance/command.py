@@ -40,13 +40,13 @@ def engines_of(given):
 
 
 def main():
-    from zerolab.run import commands
+    from tests.conformance import conform_options
     from zerolab.run.command_line import one_line
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are connected by gloo, and compute on the CPU
     with one_line(ValueError, OSError):
-        options = commands.conform()
+        options = conform_options.arguments()
         names = engines_of(options.engines)
     import pytest
 

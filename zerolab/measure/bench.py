@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zerolab.measure import fake_ranks, tables
+from zerolab.measure import bench_options, fake_ranks, tables
 from zerolab.measure.interleaved import lines_of_ratios, take_turns
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
-from zerolab.run import commands, engine_file, engines, json_file, process_group
+from zerolab.run import engine_file, engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import Rank
@@ -43,7 +43,7 @@ peak MB      the most that was alive at once in a step, in 10^6 bytes
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    options = commands.bench(argv)
+    options = bench_options.arguments(argv)
     options.config = replace(preset(options.preset), **options.shape)
     if options.host:
         engines.chosen(options.host, "bench", ON_HOST)

@@ -18,14 +18,14 @@ from functools import partial
 import torch
 
 from zerolab.engine import accelerator
-from zerolab.measure import tables
+from zerolab.measure import memory_options, tables
 from zerolab.measure.dry_run import row_of
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.gpus import CONTEXT_BYTES, GAPS, fits_on, needed_bytes
 from zerolab.measure.ledger import PARTS
 from zerolab.measure.traffic import KINDS
-from zerolab.run import commands, json_file, micro_batches, process_group
 from zerolab.run import engines as registry
+from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.model import number_of_parameters, preset
 from zerolab.run.parent import end_with_parent
 from zerolab.run.progress import with_progress
@@ -37,7 +37,7 @@ OTHER_PEAKS = {"ledger_peak_bytes": "the live storages, which the parts add up t
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    options = commands.memory(argv)
+    options = memory_options.arguments(argv)
     there = accelerator.kind() if process_group.count_gpus() else "cuda"
     if options.device not in ("fake", there):
         raise ValueError(f"--device must be fake or {there}, got {options.device!r}")

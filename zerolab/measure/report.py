@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from zerolab.measure import tables
-from zerolab.run import commands, process_group, ranks
+from zerolab.measure import report_options, tables
+from zerolab.run import process_group, ranks
 from zerolab.run.command_line import one_line
 from zerolab.run.json_file import write_whole
 
@@ -316,7 +316,7 @@ class Page:
 def main(argv: list[str] | None = None, began: float | None = None) -> int:
     """Run the command; returns 0, or 1 if a command has failed or hung. `began`: when the process did (time.time)."""
     began = began or time.time()
-    options = commands.report(argv)
+    options = report_options.arguments(argv)
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"

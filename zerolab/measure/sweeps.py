@@ -7,6 +7,7 @@ options of the engine.
 
 from torch import nn
 
+from zerolab.run import names
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT
 from zerolab.run.recompute import checkpoint_blocks
@@ -40,7 +41,7 @@ def bucket_sizes(name: str) -> dict[str, dict]:
     return variants
 
 
-SWEEPS: dict[str, dict[str, dict]] = {
+_VARIANTS: dict[str, dict[str, dict]] = {
     "bucket size, zero1": bucket_sizes("zero1"),
     "bucket size, zero2": bucket_sizes("zero2"),
     "units": {
@@ -55,6 +56,7 @@ SWEEPS: dict[str, dict[str, dict]] = {
         "recomputed": {"name": "zero3", "engine": True, "recompute": True},
     },
 }
+SWEEPS = {name: _VARIANTS[name] for name in names.SWEEPS}
 
 
 def prepare(variant: dict, model: GPT) -> dict:

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zerolab.measure import step_time, tables
+from zerolab.measure import step_time, tables, walkthrough_options
 from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
 from zerolab.measure.ledger import PartsLedger, explained
 from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words
 from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.watched_step import watched_step
-from zerolab.run import commands, json_file, micro_batches, process_group
+from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
@@ -30,22 +30,13 @@ from zerolab.run.recompute import checkpoint_blocks
 WATCHED_STEPS = 3  # after the traced one, for the lines about where the time of a step goes
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options; the first word of `argv` is the chapter."""
-    chapter, *words = sys.argv[1:] if argv is None else argv
-    if chapter not in CHAPTERS:
-        raise ValueError(f"the first word must be one of {', '.join(CHAPTERS)}, got {chapter!r}")
-    options = commands.chapter(chapter, words)
-    return options
-
-
 def headline(chapter: str) -> str:
     """The first line of the chapter's docstring."""
     return sys.modules[CHAPTERS[chapter].__module__].__doc__.splitlines()[0]
 
 
 def main() -> None:
-    options = arguments()
+    options = walkthrough_options.arguments()
     seq = preset(options.preset).seq
     text = load_text(options.data, seq)
     me = process_group.start(options.backend, options.device)

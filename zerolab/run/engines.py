@@ -1,12 +1,12 @@
 """The registry: every engine is an `Engine` in the list below, with its name, order, builder and look in every command.
 
-To add an engine, write a function that builds it, add an entry, and add the name to `ENGINES` in commands.py, which is
-read without torch. CONTRIBUTING.md has all steps.
+To add an engine, write a function that builds it, add an entry, and add its name to `ENGINES` in names.py, which also
+has the commands that run it by default. CONTRIBUTING.md has all steps.
 """
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
-from zerolab.run import counterparts, deepspeed_engine
+from zerolab.run import counterparts, deepspeed_engine, names
 from zerolab.run.command_line import did_you_mean
 
 CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
@@ -78,7 +78,7 @@ class Engine:
     title        what tables and figures call it
     build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
                  parameters. It may change the optimizer, or make another one of the same class and options
-    on           the commands that run it by default; memory, bench, plan and watch know no other engines
+    on           the commands that run it by default, from names.py
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter)
     promise      (what its ranks share out between steps, how many times Ψ (N-1)/N elements a rank sends in a step);
@@ -120,13 +120,11 @@ EVERYTHING = ("parameters", "gradients", "optimizer")
 LIGHT = "#888c92"
 DARK = "#60656c"
 
-# In the order of the tables.
 _ENTRIES = [
     Engine(
         "single",
         "one process",
         counterparts.single,
-        on=("compare",),
         takes=("dtype",),
         promise=((), 0),
         casts=True,
@@ -138,7 +136,6 @@ _ENTRIES = [
         "ddp",
         "DDP",
         counterparts.ddp,
-        on=("compare", "memory", "bench", "plan", "watch", "conform"),
         takes=("dtype", "bucket_mb"),
         promise=((), 2),
         casts=True,
@@ -148,7 +145,6 @@ _ENTRIES = [
         "zero1",
         "ZeRO-1",
         zero1,
-        on=("compare", "memory", "bench", "plan", "watch", "conform"),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
         promise=(OPTIMIZER, 3),
         counterpart="zero_redundancy_optimizer",
@@ -159,7 +155,6 @@ _ENTRIES = [
         "zero1_2psi",
         "ZeRO-1 (the paper's, 2Ψ)",
         zero1_2psi,
-        on=("plan", "scale"),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb"),
         promise=(OPTIMIZER, 2),
         line="-.",
@@ -169,7 +164,6 @@ _ENTRIES = [
         "zero_redundancy_optimizer",
         "ZeroRedundancyOptimizer",
         counterparts.zero_redundancy_optimizer,
-        on=("compare", "bench", "conform"),
         takes=("dtype",),
         promise=(OPTIMIZER, 3),
         casts=True,
@@ -181,7 +175,6 @@ _ENTRIES = [
         "zero2",
         "ZeRO-2",
         zero2,
-        on=("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
         promise=(GRADIENTS, 2),
         counterpart="fsdp2_no_reshard",
@@ -191,7 +184,6 @@ _ENTRIES = [
         "fsdp2_no_reshard",
         "FSDP2 without resharding",
         counterparts.fsdp2_no_reshard,
-        on=("compare", "memory", "bench", "plan", "conform"),
         takes=("dtype", "mesh", "offload_policy"),
         promise=(EVERYTHING, 2),
         line="--",
@@ -201,7 +193,6 @@ _ENTRIES = [
         "hybrid",
         "hybrid sharding (ZeRO-3 in each node)",
         zero3,
-        on=("plan",),
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
         rows=True,
         line="-.",
@@ -211,7 +202,6 @@ _ENTRIES = [
         "zero3",
         "ZeRO-3",
         zero3,
-        on=("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
         promise=(EVERYTHING, 3),
         counterpart="fsdp2",
@@ -222,7 +212,6 @@ _ENTRIES = [
         "zero3-prefetch0",
         "ZeRO-3, prefetch 0",
         zero3_without_prefetch,
-        on=("watch",),
         takes=("dtype", "mesh", "offload_policy"),
         promise=(EVERYTHING, 3),
         shade=DARK,
@@ -233,7 +222,6 @@ _ENTRIES = [
         "fsdp2",
         "FSDP2",
         counterparts.fsdp2,
-        on=("compare", "memory", "bench", "plan", "watch", "conform"),
         takes=("dtype", "mesh", "offload_policy"),
         promise=(EVERYTHING, 3),
         shade=DARK,
@@ -263,7 +251,6 @@ _ENTRIES = [
         "deepspeed1",
         "DeepSpeed, stage 1",
         deepspeed_engine.stage1,
-        on=("conform",),
         takes=("dtype",),
         promise=(OPTIMIZER, 3),
         exact=False,
@@ -276,7 +263,6 @@ _ENTRIES = [
         "deepspeed2",
         "DeepSpeed, stage 2",
         deepspeed_engine.stage2,
-        on=("conform",),
         takes=("dtype",),
         promise=(GRADIENTS, 3),
         exact=False,
@@ -289,7 +275,6 @@ _ENTRIES = [
         "deepspeed3",
         "DeepSpeed, stage 3",
         deepspeed_engine.stage3,
-        on=("conform",),
         takes=("dtype",),
         promise=(EVERYTHING, 3),
         exact=False,
@@ -300,7 +285,8 @@ _ENTRIES = [
     ),
 ]
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ENTRIES}
+_NAMED = {engine.name: engine for engine in _ENTRIES}
+ENGINES: dict[str, Engine] = {name: replace(_NAMED[name], on=commands) for name, commands in names.ENGINES.items()}
 PAIRS = tuple((engine.name, engine.counterpart) for engine in _ENTRIES if engine.counterpart)
 
 

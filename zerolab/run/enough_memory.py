@@ -7,7 +7,7 @@ so only the host's memory is asked about. What is counted is the state by formul
 import argparse
 from pathlib import Path
 
-from zerolab.run.commands import PRESETS
+from zerolab.run.names import PRESETS
 
 # Bytes per parameter, in float32 with AdamW: (whole on every rank, cut into N shards).
 WHOLE, STAGE_1, STAGE_2, STAGE_3 = (16, 0), (8, 8), (4, 12), (0, 16)

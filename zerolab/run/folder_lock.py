@@ -5,7 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
-from zerolab.run import commands, enough_memory, journal
+from zerolab.run import enough_memory, journal
+from zerolab.run.names import PRESETS
 
 LEAVING = 5.0  # seconds for a run that is about to leave, when another one is started
 
@@ -17,7 +18,7 @@ def check_folder(folder: Path, preset: str) -> None:
             raise ValueError(f"--folder {str(folder)!r} has a run of --preset {other}: take another")
     lock(folder, LEAVING).close()
     free = shutil.disk_usage(folder).free
-    need = 12 * enough_memory.parameters(commands.PRESETS[preset])  # weights and two moments, in float32
+    need = 12 * enough_memory.parameters(PRESETS[preset])  # weights and two moments, in float32
     if free < need:
         needed = f"a checkpoint needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
         raise ValueError(f"--folder {str(folder)!r}: {needed}. Make room, or take another")

@@ -4,7 +4,9 @@ A command that needs ranks is started by torchrun.py, as torchrun would with the
 standard library, so `--help` and mistakes are answered before anything is installed or torch is imported.
 """
 
+import argparse
 import difflib
+import importlib
 import importlib.util
 import os
 import re
@@ -15,9 +17,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zerolab.run import commands, enough_memory, folder_lock
+from zerolab.run import enough_memory, folder_lock, names
 from zerolab.run.command_line import one_line
 from zerolab.run.parent import end_with_parent
+from zerolab.run.shared_options import check_world_size, machines, timeout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +77,24 @@ ALONE = {
     "plan": ["extra.planner"],
 }
 OTHERS = ["notebooks", "test", "help"]
+OPTIONS = {  # the modules that read a command's options, without importing torch
+    "zero1": "zerolab.measure.walkthrough_options",
+    "zero2": "zerolab.measure.walkthrough_options",
+    "zero3": "zerolab.measure.walkthrough_options",
+    "compare": "zerolab.measure.referee_options",
+    "train": "zerolab.run.train_options",
+    "bench": "zerolab.measure.bench_options",
+    "articles": "zerolab.teach.articles_options",
+    "exercise": "zerolab.teach.exercise_options",
+    "check": "zerolab.teach.check_options",
+    "bug": "zerolab.teach.museum_options",
+    "memory": "zerolab.measure.memory_options",
+    "conform": "tests.conformance.conform_options",
+    "report": "zerolab.measure.report_options",
+    "docs": "zerolab.teach.docs_options",
+    "watch": "extra.watch.watch_options",
+    "plan": "extra.planner.parser",
+}
 PYTEST = ["test", "conform"]  # commands that run pytest
 DEFAULT = """\
 Without a command this is ./launch.sh compare: it trains a small GPT under DDP, our stages and FSDP2, and compares their
@@ -116,8 +137,13 @@ def take_ranks(command: str, words: list[str]) -> int | None:
     return int(given)
 
 
+def read_options(command: str, words: list[str]) -> argparse.Namespace:
+    program = {**RANKED, **ALONE}[command]
+    return importlib.import_module(OPTIONS[command]).arguments([*program[1:], *words])
+
+
 def check_variables(command: str) -> None:
-    commands.timeout()
+    timeout()
     threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", threads):
         raise ValueError(f"OMP_NUM_THREADS must be a number of threads per rank, 1 or more, got {threads!r}")
@@ -130,7 +156,7 @@ def check_variables(command: str) -> None:
     if command == "train":
         return
     node = os.environ.get("NODE_RANK", "")
-    if not node.isdecimal() or int(node) >= commands.machines():
+    if not node.isdecimal() or int(node) >= machines():
         raise ValueError(f"NNODES={nodes} needs NODE_RANK, another on each machine, the first 0, got {node!r}")
     if node == "0":
         check_port(int(endpoint.rpartition(":")[2]))
@@ -168,20 +194,20 @@ def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
 
 def check_job(command: str, options, ranks: int, gpus: int) -> None:
     """Raise ValueError for what cannot work with so many ranks on this machine."""
-    world_size = ranks * commands.machines()
-    commands.check_world_size(options, world_size)
+    world_size = ranks * machines()
+    check_world_size(options, world_size)
     if options.backend == "nccl" and (gpus == 0 or options.device == "cpu"):
         raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {options.device}): use --backend gloo")
     if options.backend == "nccl" and ranks > gpus:
         raise ValueError(f"{ranks} ranks over NCCL need {ranks} GPUs, found {gpus}: use --backend gloo")
     if command == "train":
         engines = [options.stage]
-        if commands.machines() == 1:  # on several, another machine may have begun this run
+        if machines() == 1:  # on several, another machine may have begun this run
             folder_lock.check_folder(options.folder, options.preset)
-    elif command in commands.CHAPTERS:
+    elif command in names.CHAPTERS:
         engines = [command]
     else:
-        engines = options.engines.split(",") if options.engines else commands.BY_DEFAULT[command]
+        engines = options.engines.split(",") if options.engines else names.engines_of(command)
     if gpus == 0 or options.device == "cpu":
         enough_memory.refuse_too_large(options, engines, ranks, world_size)
 
@@ -369,7 +395,7 @@ def main(argv: list[str]) -> int:
     if command == "test":
         test(environment(command), words)
     ranks = take_ranks(command, words) if command in RANKED else None
-    options = commands.COMMANDS[command](words)
+    options = read_options(command, words)
     check_variables(command)
     if command in ALONE:
         replace_by(environment(command), "-m", *ALONE[command], *words)
@@ -377,7 +403,7 @@ def main(argv: list[str]) -> int:
         replace_by(environment(command), "-m", *RANKED[command], *words)
     gpus = count_gpus()
     if ranks is None:
-        ranks = default_ranks(options.backend, options.device, gpus, commands.machines())
+        ranks = default_ranks(options.backend, options.device, gpus, machines())
     check_job(command, options, ranks, gpus)
     python = environment(command)
     line = [*torchrun_options(command, ranks), "-m", *RANKED[command], *words]

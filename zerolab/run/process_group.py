@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from zerolab.engine import accelerator
-from zerolab.run import commands
 from zerolab.run.command_line import ERRORS_ARE_COLLECTED, error_line, one_line
 from zerolab.run.parent import end_with_parent
+from zerolab.run.shared_options import timeout
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Nothing waits forever: a rank that never comes is an error on the others after this time.
     own = chosen if backend != "gloo" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=commands.timeout()), device_id=own)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout()), device_id=own)
     return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
 
 

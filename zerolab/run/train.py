@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from zerolab.engine import checkpoint
 from zerolab.engine.together import all_succeed
-from zerolab.run import commands, engines, evaluation, folder_lock, journal, process_group
+from zerolab.run import engines, evaluation, folder_lock, journal, process_group, train_options
 from zerolab.run.data import Batches, load_text, split
 from zerolab.run.model import GPT, next_token_loss, preset
+from zerolab.run.shared_options import check_world_size, timeout
 
 WARMUP = 10  # steps in which the learning rate grows
 LARGEST_NORM = 1.0  # of the gradients: larger ones are clipped to it
@@ -115,7 +116,7 @@ class Training:
 
     def makes_progress(self) -> None:
         """If the next call of this comes too late, this rank prints where each of its threads is, and exits."""
-        faulthandler.dump_traceback_later(EARLY * commands.timeout(), exit=True)
+        faulthandler.dump_traceback_later(EARLY * timeout(), exit=True)
 
     def save(self) -> None:
         """Training continues as soon as this rank's part is copied."""
@@ -139,11 +140,11 @@ class Training:
 
 
 def main() -> None:
-    options = commands.train()
+    options = train_options.arguments()
     text = load_text(options.data, preset(options.preset).seq)
     me = process_group.start(options.backend, options.device)
-    commands.check_world_size(options, me.world_size)
-    patience = EARLY * commands.timeout()  # a network file system may keep a dead machine's lock for some time
+    check_world_size(options, me.world_size)
+    patience = EARLY * timeout()  # a network file system may keep a dead machine's lock for some time
     held = all_succeed(lambda: folder_lock.lock(options.folder, patience) if me.rank == 0 else None, None)  # noqa: F841
     me.print(f"{options.stage}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
     signals = []  # that ask this rank to stop

@@ -26,9 +26,9 @@ from zerolab.measure import referee_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.interleaved import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
-from zerolab.run import commands
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
+from zerolab.teach import docs_options
 from zerolab.teach.articles import report as articles
 from zerolab.teach.articles.claim import ARTICLES
 from zerolab.teach.museum.exhibits import EXHIBITS
@@ -343,7 +343,7 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if --check finds a stale page, or 2 after an error."""
-    options = commands.docs(argv)
+    options = docs_options.arguments(argv)
     for file in options.source or ():
         os.stat(file)  # an error that names it, if there is none
     if options.figure is None:

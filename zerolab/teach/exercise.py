@@ -10,9 +10,9 @@ import re
 import textwrap
 
 from zerolab.measure import tables
-from zerolab.run import commands
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
+from zerolab.teach import exercise_options
 from zerolab.teach.exercises import EXERCISES
 from zerolab.teach.exercises.kinds import Blank, ChapterExercise, Task, WholeFile
 
@@ -165,7 +165,7 @@ def summary(name: str, text: str) -> str:
 
 @one_line(ValueError, OSError)
 def main(argv: list[str] | None = None) -> None:
-    options = commands.exercise(argv)
+    options = exercise_options.arguments(argv)
     file, text = FOLDER / f"{options.name}.py", generate(options.name, hints=options.hints)
     if file.exists() and edited(file.read_text(errors="replace")) and not options.force:
         shown = file.relative_to(ROOT)

@@ -8,8 +8,9 @@ import sys
 import time
 import warnings
 
-from zerolab.run import commands, json_file
+from zerolab.run import json_file
 from zerolab.run.command_line import one_line
+from zerolab.teach import articles_options
 from zerolab.teach.articles import CLAIMS, report
 from zerolab.teach.articles.claim import Claim
 
@@ -29,7 +30,7 @@ def chosen(claims: list[Claim], options: argparse.Namespace) -> list[Claim]:
 def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     """Run the command; returns its exit status: 0, or 1 if a claim could not be run. Bad options end it with 2."""
     with one_line(ValueError):
-        options = commands.articles(argv)
+        options = articles_options.arguments(argv)
         claims = chosen(claims, options)
     rows, started = [], time.perf_counter()
     warnings.simplefilter("ignore")  # torch's, about what an article's code does

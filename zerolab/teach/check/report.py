@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from zerolab.measure import tables
-from zerolab.run import commands, ranks
+from zerolab.run import ranks
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
+from zerolab.teach import check_options
 from zerolab.teach.check.examine import diverged
 from zerolab.teach.exercise import FOLDER, edited, lines_of_blanks
 from zerolab.teach.exercises import EXERCISES
@@ -192,7 +193,7 @@ def table_of(options: argparse.Namespace) -> list[dict]:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's options. Raises ValueError."""
-    options = commands.check(argv)
+    options = check_options.arguments(argv)
     least = EXERCISES[options.name].ranks
     if options.ranks is None:
         options.ranks = max(least, 3)  # with two, too much is equal on both

@@ -4,6 +4,7 @@ A task extends a chapter by a class of yours. `starts/` has the files that the t
 write in notebooks are in zerolab/teach/practice.
 """
 
+from zerolab.run import names
 from zerolab.teach.exercises import (
     clip_gradients,
     hidden_reduction,
@@ -17,7 +18,7 @@ from zerolab.teach.exercises import (
     zero3,
 )
 
-EXERCISES = {
+_ALL = {
     "zero1": zero1.EXERCISE,
     "zero1_2psi": zero1_2psi.EXERCISE,
     "zero2": zero2.EXERCISE,
@@ -29,3 +30,4 @@ EXERCISES = {
     "hidden_reduction": hidden_reduction.TASK,
     "two_machines": two_machines.TASK,
 }
+EXERCISES = {name: _ALL[name] for name in names.EXERCISES}

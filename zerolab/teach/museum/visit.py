@@ -17,8 +17,9 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from zerolab.measure import tables
-from zerolab.run import commands, process_group, ranks
+from zerolab.run import process_group, ranks
 from zerolab.run.command_line import one_line
+from zerolab.teach import museum_options
 from zerolab.teach.museum.exhibits import EXHIBITS, exhibit_of
 from zerolab.teach.museum.loop import BATCH, BYTES, SHAPE, visit
 
@@ -143,7 +144,7 @@ def start(exhibit, world_size):
 
 
 def arguments(argv):
-    options = commands.bug(argv)
+    options = museum_options.arguments(argv)
     options.exhibit = None if options.number is None else exhibit_of(options.number)
     return options
 

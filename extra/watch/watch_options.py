@@ -1,0 +1,46 @@
+"""The options of `./launch.sh watch`."""
+
+import argparse
+
+from zerolab.run.command_line import Parser
+from zerolab.run.shared_options import (
+    add_engine_file,
+    add_engines,
+    add_hardware,
+    add_json,
+    add_preset,
+    check_engines,
+    non_negative_float,
+)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, and writes a page for a browser.")
+    parser.add_argument(
+        "engine", nargs="?", help="the engine to open with (default zero3; an unknown name prints the list)"
+    )
+    parser.add_argument("ranks", nargs="?", help="2 to 16 (default: one per GPU, without GPUs 2)")
+    add_engines(parser)
+    add_engine_file(parser)
+    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum next to the correct engine")
+    add_preset(parser)
+    add_hardware(parser)
+    add_json(parser)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
+    parser.add_argument("--bucket-mb", type=non_negative_float, help="MiB of a bucket (default: the engine's)")
+    parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
+    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
+    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
+    parser.add_argument("--gif", metavar="FILE", help="also draw the engine as an animation (in Chromium; slow)")
+    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
+    options = parser.parse_args(argv)
+    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
+    parser.beside("--bug", *shown, "--tries")  # its model is always the same
+    parser.beside("--from", *shown)
+    parser.needs("--dark", "--gif")
+    if options.ranks is None and options.engine is not None and options.engine.isdecimal():
+        options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
+    check_engines(parser, options)
+    return options

@@ -1,0 +1,37 @@
+"""The options of `./launch.sh conform`."""
+
+import argparse
+
+from zerolab.run.command_line import Parser
+from zerolab.run.shared_options import (
+    add_json,
+    check_engines,
+    check_writable,
+)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        "conform [ENGINE|FILE.py ...] [N]", description="Which engines train correctly, refuse, or are silently wrong?"
+    )
+    parser.add_argument(
+        "engines",
+        nargs="*",
+        metavar="ENGINE|FILE.py",
+        help="zero2 for an engine, zero2.py for the chapter, or your own file "
+        "(default: our engines, the chapters, torch's own, DeepSpeed if installed)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
+    parser.add_argument("--thorough", action="store_true", help="also further sizes, options and numbers of ranks")
+    add_json(parser)
+    options = parser.parse_args(argv)
+    options.ranks = 2
+    if options.engines and options.engines[-1].isdecimal():
+        options.ranks = int(options.engines.pop())
+    if not 1 <= options.ranks <= 8:
+        parser.error(f"N must be 1 to 8 ranks, got {options.ranks}")
+    for name in options.engines:
+        if not name.endswith(".py"):
+            check_engines(parser, argparse.Namespace(engines=name))
+    check_writable("--json", options.json)
+    return options
