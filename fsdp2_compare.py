@@ -35,13 +35,13 @@ from zerolab.measure import proof, referee_options, referee_report, step_time, t
 from zerolab.measure.dry_run import copied_to
 from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import take_turns
-from zerolab.measure.ledger import HELD, PartsLedger, explained, let_go
+from zerolab.measure.ledger import HELD, PartsLedger, explained, release_sent
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
 from zerolab.run import engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import DTYPES, ENGINES, build
 from zerolab.run.model import GPT, next_token_loss, preset
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.progress import Progress, with_progress
 from zerolab.run.recompute import checkpoint_blocks
 from zerolab.run.shared_options import check_world_size
@@ -69,18 +69,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 class Referee:
     """One comparison: what the engines share, and the passes."""
 
-    def __init__(self, options: argparse.Namespace, text: torch.Tensor, me: Rank):
-        self.options, self.text, self.me = options, text, me
+    def __init__(self, options: argparse.Namespace, text: torch.Tensor, world: World):
+        self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
-        self.batches = Batches(text, options.batch, options.seq, options.seed, me.device)
+        self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
         # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. They are drawn
         # here, where no ledger counts them.
-        self.weights = None if me.device.type == "cpu" else self.model()
-        self.progress = Progress(options.steps * len(options.engines), shown=me.rank == 0)  # of the second pass
+        self.weights = None if world.device.type == "cpu" else self.model()
+        self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
         """{engine: its run}: the first and the second pass."""
-        torch.use_deterministic_algorithms(self.me.device.type != "cpu")  # CUDA adds atomically in some backwards
+        torch.use_deterministic_algorithms(self.world.device.type != "cpu")  # CUDA adds atomically in some backwards
         differences = self.prove()
         runs = {}
         for index, name in enumerate(self.options.engines, 1):
@@ -98,13 +98,13 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model with the same weights as every other's."""
-        on_cpu = self.me.device.type == "cpu"
-        model = self.model() if on_cpu else copied_to(self.me.device, self.weights)
+        on_cpu = self.world.device.type == "cpu"
+        model = self.model() if on_cpu else copied_to(self.world.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
-        return build(name, model, optimizer, self.me.device, dtype=self.dtype)
+        return build(name, model, optimizer, self.world.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
         """One training step of `engine` on (inputs, targets); returns its loss."""
@@ -112,18 +112,18 @@ class Referee:
 
     def batch(self, name: str, step: int):
         if name == "single":
-            return self.batches.whole(step, self.me.world_size)
-        return self.batches(step, self.me.rank)
+            return self.batches.whole(step, self.world.world_size)
+        return self.batches(step, self.world.rank)
 
     def takes_part(self, name: str) -> bool:
         """`single` runs on rank 0 only; the others wait."""
-        return name != "single" or self.me.rank == 0
+        return name != "single" or self.world.rank == 0
 
-    def meet(self, name: str) -> None:
-        """After the work of `name`. Where rank 0 did it, the others wait for it here, and not in a collective, which
-        would time out."""
+    def wait_after(self, name: str) -> None:
+        """After the work of `name`. If only rank 0 did it, the others wait for rank 0 here, because a collective would
+        time out."""
         if name == "single":
-            process_group.wait_for_rank_0(self.me)
+            process_group.wait_for_rank_0(self.world)
 
     # First pass.
 
@@ -131,9 +131,9 @@ class Referee:
         """{engine: how far its float64 losses are from one process's losses}; None if it was not asked."""
         options = self.options
         config, recomputed = preset(options.preset), options.checkpoint_activations
-        small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.me)
+        small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.world)
         differences = {}
-        for name in with_progress(options.engines, "float64 pass", self.me.rank == 0):
+        for name in with_progress(options.engines, "float64 pass", self.world.rank == 0):
             asked = name != "single" and ENGINES[name].float64  # `single` is the one process
             # With --dtype bf16 the stages are engines and not chapters, so the engines are what is asked.
             differences[name] = small.difference(name, as_engine=self.dtype is not None) if asked else None
@@ -147,13 +147,13 @@ class Referee:
         `held_bytes` is counted right before the optimizer's step, when all gradients exist. The articles' tables do
         the same. Peak and traffic are counted over the whole third step, when all optimizer states exist.
         """
-        let_go(self.me.device)
+        release_sent(self.world.device)
         losses, seen = self._watched_training(name) if self.takes_part(name) else ([], Seen())
         gc.collect()
-        self.meet(name)
+        self.wait_after(name)
         held = [seen.held.get(part, 0) for part in HELD]
         seen_here = [*held, seen.peak, seen.sent_bytes, seen.ledger_peak, seen.reserved]
-        *held, peak, sent, ledger_peak, reserved = map(int, process_group.largest(seen_here, self.me))
+        *held, peak, sent, ledger_peak, reserved = map(int, process_group.largest(seen_here, self.world))
         result = {
             "losses": [round(loss.item(), 10) for loss in losses],
             "held_bytes": dict(zip(HELD, held)),
@@ -162,14 +162,14 @@ class Referee:
             "step_ms": None,  # until it is timed
             "tokens_per_s": None,
         }
-        if self.me.device.type != "cpu":
+        if self.world.device.type != "cpu":
             result |= {"ledger_peak_bytes": ledger_peak, "reserved_bytes": reserved}
         return result
 
     def _watched_training(self, name: str) -> tuple[list[torch.Tensor], Seen]:
         """(loss of every step, what was seen of the last watched one) of the engine `name` on this rank."""
         batches = [self.batch(name, step) for step in range(self.options.steps)]
-        allocator, losses = allocator_of(self.me.device), []
+        allocator, losses = allocator_of(self.world.device), []
         with PartsLedger() as memory:
             with explained(f"the construction of {name}", None, memory):
                 engine = self.build(name)
@@ -190,15 +190,15 @@ class Referee:
         """Fill in `difference` (the largest, over steps and ranks), `tolerance` and `match`. A collective."""
         base = reference(runs)
         mine = {name: run["losses"] or [0.0] * self.options.steps for name, run in runs.items()}
-        everyone = process_group.gathered(mine)
+        of_all_ranks = process_group.gathered(mine)
         losses, means = {}, {}  # (rank, step); and over the ranks: the loss of the whole batch
         for name in runs:
-            losses[name] = torch.tensor([of_rank[name] for of_rank in everyone], dtype=torch.float64)
+            losses[name] = torch.tensor([of_rank[name] for of_rank in of_all_ranks], dtype=torch.float64)
             means[name] = losses[name][0] if name == "single" else losses[name].mean(0)
         for name, run in runs.items():
             compared = means if "single" in (name, base) else losses
             # Micro-batches: some engines average over the ranks before they add up, others after.
-            exact = compared is losses and self.me.world_size <= 2 and self.options.accumulate == 1
+            exact = compared is losses and self.world.world_size <= 2 and self.options.accumulate == 1
             rounding = TOLERANCE if self.dtype is None else TOLERANCE_BF16
             run["tolerance"] = 0.0 if exact and ENGINES[name].exact else rounding
             run["difference"] = (compared[name] - compared[base]).abs().max().item()
@@ -215,21 +215,21 @@ class Referee:
         steps = dict.fromkeys(runs)
         for name in engines:
             steps[name] = partial(self.timed_step, engines[name], self.batch(name, 0))
-        times = take_turns(steps, self.options.timed_steps, self.me, self.meet)
+        times = take_turns(steps, self.options.timed_steps, self.world, self.wait_after)
         for name, run in runs.items():
             seconds = statistics.median(times[name])
-            tokens_per_s = round(self.options.batch * self.options.seq * self.me.world_size / seconds, 1)
+            tokens_per_s = round(self.options.batch * self.options.seq * self.world.world_size / seconds, 1)
             run |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
-            if self.me.device.type != "cpu":
-                config, ranks = preset(self.options.preset), 1 if name == "single" else self.me.world_size
-                run["mfu"] = mfu(tokens_per_s, config, self.options.seq, self.options.dtype, ranks, self.me.device)
+            if self.world.device.type != "cpu":
+                config, ranks = preset(self.options.preset), 1 if name == "single" else self.world.world_size
+                run["mfu"] = mfu(tokens_per_s, config, self.options.seq, self.options.dtype, ranks, self.world.device)
         if self.options.breakdown or self.options.slow_rank:
-            step_time.break_down(runs, engines, steps, self.options.timed_steps, self.me, self.meet)
+            step_time.break_down(runs, engines, steps, self.options.timed_steps, self.world, self.wait_after)
 
     def timed_step(self, engine, batch) -> None:
         """A step, after the delay of `--slow-rank`."""
         slow, seconds = self.options.slow_rank or (None, 0)
-        if self.me.rank == slow:
+        if self.world.rank == slow:
             time.sleep(seconds)
         with explained("a timed step, next to the other engines", engine):
             self.step(engine, batch)
@@ -245,18 +245,18 @@ def main() -> None:
     options = arguments()
     text = load_text(options.data, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    me = process_group.start(options.backend, options.device)
-    check_world_size(options, me.world_size)
-    about = referee_report.conditions(options, me)
-    me.print(tables.wrapped(referee_report.headline(about, options, me)))
-    referee = Referee(options, text, me)
+    world = process_group.start(options.backend, options.device)
+    check_world_size(options, world.world_size)
+    about = referee_report.conditions(options, world)
+    world.print(tables.wrapped(referee_report.headline(about, options, world)))
+    referee = Referee(options, text, world)
     runs = referee.compare()
     result = about | {"runs": runs, "match": all(run["match"] for run in runs.values())}
-    file = options.json or json_file.default_name("compare") if me.rank == 0 else None
+    file = options.json or json_file.default_name("compare") if world.rank == 0 else None
     json_file.write(file, result, whole=False)  # in case somebody stops the third pass
     if options.timed_steps:
         referee.time(runs)
-    me.print("\n" + tables.wrapped(referee_report.results(result, reference(runs))))
+    world.print("\n" + tables.wrapped(referee_report.results(result, reference(runs))))
     process_group.stop()
     json_file.write(file, result)
     if not result["match"]:

@@ -29,7 +29,7 @@ import zero1
 import zero2
 import zerolab.engine.bucket
 from zerolab.engine import GradScaler
-from zerolab.measure.ledger import MemoryLedger, let_go, warm_up
+from zerolab.measure.ledger import MemoryLedger, release_sent, warm_up
 from zerolab.run import engines
 from zerolab.run.model import GPT, GPTConfig, initialize, next_token_loss
 
@@ -195,7 +195,7 @@ def allocated_before_a_case():
     warm_up(device)
     F.mse_loss(layers_on_gpu(Layers, 1, 16)(vectors(0, 16)[0]), vectors(0, 16)[1]).backward()
     gc.collect()
-    let_go(device)
+    release_sent(device)
     return torch.cuda.memory_allocated()
 
 
@@ -242,7 +242,7 @@ def held_bytes_are_the_accounting(stage, options):
     )
     assert found == (*expected[:2], expected[2] + counters), (found, expected, counters)
     gc.collect()
-    let_go(torch.device("cuda", torch.cuda.current_device()))
+    release_sent(torch.device("cuda", torch.cuda.current_device()))
     on_gpu = ON_GPU_WITH_OFFLOAD[name] * psi if "offload_policy" in options else sum(expected)
     assert 0 <= torch.cuda.memory_allocated() - before - on_gpu <= 2**16, "what the allocator has given out"
 
@@ -292,14 +292,14 @@ def a_gather_allocates_what_the_ledger_sees(stage, options):
 
 
 def ddp_leaves_nothing():
-    """After `let_go` the allocator has nothing of an engine that is gone, nor of what its collectives have sent."""
+    """After `release_sent` the allocator has nothing of an engine that is gone, nor of what its collectives sent."""
     device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()
     model = DistributedDataParallel(layers_on_gpu(), device_ids=[device], gradient_as_bucket_view=True)
     F.mse_loss(model(vectors(0)[0]), vectors(0)[1]).backward()
     assert torch.cuda.memory_allocated() > before
     del model
     gc.collect()
-    let_go(device)
+    release_sent(device)
     assert torch.cuda.memory_allocated() == before, torch.cuda.memory_allocated() - before
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from zerolab.measure import bench
 from zerolab.run.data import Batches
 from zerolab.run.pool import run_on_ranks
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 
 
 def test_ratios_are_of_steps_of_one_round():
@@ -44,10 +44,10 @@ def test_engines_are_measured_beside_each_other(tmp_path):
 def swept() -> dict[str, dict[str, dict]]:
     """What is measured of every sweep."""
     options = bench.arguments(["--sweeps", "--preset", "toy", "--rounds", "1"])
-    me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
-    batch = Batches(torch.arange(1000) % 250, options.batch, options.seq, 0, me.device)(0, me.rank)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    batch = Batches(torch.arange(1000) % 250, options.batch, options.seq, 0, world.device)(0, world.rank)
     variants = bench.variants_of(options)
-    return {sweep: bench.measure_together(own, batch, options, me) for sweep, own in variants.items()}
+    return {sweep: bench.measure_together(own, batch, options, world) for sweep, own in variants.items()}
 
 
 @pytest.mark.thorough

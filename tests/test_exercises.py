@@ -91,7 +91,7 @@ def examine(number_of_ranks: int, folder: Path, name: str, text: str, numbers: l
         )
     report = check.Report([EXERCISES[name].checks[number] for number in numbers], file.name, text)
     for number in numbers:
-        verdicts = run_ranks.said(folder, number, number_of_ranks)
+        verdicts = run_ranks.reports(folder, number, number_of_ranks)
         if None in verdicts:  # the command prints DIED or HANGS
             report.verdicts.append({"status": "error"})
         else:

@@ -39,7 +39,7 @@ from zerolab.run.data import Batches
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, PRESETS
 from zerolab.run.pool import run_on_ranks
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 
 # On the ranks.
 
@@ -223,15 +223,15 @@ def a_collective_without_a_work() -> None:
 def memory_and_spans_on_one_clock(folder: str) -> None:
     """The trace of a step on a GPU whose clock is not the host's: the memory's curve is as long as the spans."""
     with gpus(0, lambda: 1000 * time.perf_counter()):
-        me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0), "gloo", "")
+        world = World(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0), "gloo", "")
         config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
         options.chapter = "zero3"
-        batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, me.rank)
-        with Timeline(device=me.device) as partition:
+        batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, world.rank)
+        with Timeline(device=world.device) as partition:
             model = GPT(config)
             engine = ZeRO3(model, ADAMW(model.parameters()))
-        walkthrough._trace(engine, partition.spans, batch, me, options)
-    if me.rank == 0:
+        walkthrough._trace(engine, partition.spans, batch, world, options)
+    if world.rank == 0:
         with open(options.trace) as file:
             trace = json.load(file)
         begins = 1e3 * trace["otherData"]["step_begins_ms"]

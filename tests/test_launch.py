@@ -28,7 +28,7 @@ from zerolab.run import ranks as run_ranks
 from zerolab.run.engines import ENGINES, named
 from zerolab.run.model import GPT, preset
 from zerolab.run.pool import run_on_ranks
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.ranks import ROOT
 
 
@@ -319,7 +319,7 @@ def test_without_ranks_a_chapter_says_how_it_is_started():
     assert alone.returncode == 1 and "torchrun --nproc-per-node 2 zero2.py" in alone.stderr
 
 
-# What a user sees if ranks fail. {fate} is the third step of the last rank; `me` is every rank.
+# What a user sees if ranks fail. {fate} is the third step of the last rank; `world` is every rank.
 FAILING = """
 import ctypes, os, signal, time
 import torch
@@ -331,12 +331,12 @@ def helper(table):
     return table["nothing"]
 
 def main():
-    me = process_group.start()
+    world = process_group.start()
     pids = process_group.gathered(os.getpid())
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
     engine = ZeRO{stage}Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
-        if step == 2 and me.rank == me.world_size - 1:
+        if step == 2 and world.rank == world.world_size - 1:
             {fate}
         engine.training_step(torch.ones(1, 8), torch.ones(1, 8), torch.nn.functional.mse_loss)
 
@@ -475,19 +475,19 @@ def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
         stepped.append(begun())
         return step(self, engine, batch)
 
-    def noted(me):
+    def noted(world):
         met.append(begun())
-        meet(me)
+        meet(world)
 
-    me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
-    with mock.patch.dict(os.environ, {"RANK": str(me.rank)}):  # so ranks do not check runs/
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    with mock.patch.dict(os.environ, {"RANK": str(world.rank)}):  # so ranks do not check runs/
         options = referee.arguments(["--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1"])
     slow = mock.patch.object(referee.Referee, "step", slow_step)
     # As under torchrun. The pool's own store, a file, ends a wait with another error.
-    store = dist.TCPStore("localhost", port, is_master=me.rank == 0, wait_for_workers=False)
+    store = dist.TCPStore("localhost", port, is_master=world.rank == 0, wait_for_workers=False)
     served = mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store)
     with slow, served, mock.patch.object(referee.process_group, "wait_for_rank_0", noted):
-        passes = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), me)
+        passes = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), world)
         passes.time({"single": passes.train("single")})
     return stepped, met
 

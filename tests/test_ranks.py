@@ -17,8 +17,8 @@ import os, signal, sys, time
 from zerolab.run import ranks
 folder = sys.argv[-1]
 rank = ranks.begin(folder)
-ranks.say(folder, "first", rank, {"of": rank, "pid": os.getpid()})
-ranks.everyone(folder, "first", 2, 60)
+ranks.report(folder, "first", rank, {"of": rank, "pid": os.getpid()})
+ranks.wait_for_reports(folder, "first", 2, 60)
 """
 
 
@@ -43,7 +43,9 @@ def all_end(pids: list[int]) -> bool:
 
 
 def test_what_the_ranks_say_arrives_item_by_item(start):
-    both = "ranks.say(folder, 'second', rank, {'of': 10 + rank, 'n': os.environ['WORLD_SIZE'], 'v': os.environ['V']})"
+    both = (
+        "ranks.report(folder, 'second', rank, {'of': 10 + rank, 'n': os.environ['WORLD_SIZE'], 'v': os.environ['V']})"
+    )
     with start(f"{both}\nprint('hello')", V="7", quiet=True) as there:
         found = dict(there.verdicts(["first", "second"]))
     assert [verdict["of"] for verdict in found["first"]] == [0, 1]
@@ -56,7 +58,7 @@ def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
         open(f"{folder}/now.{rank}", "w").write("barrier")
         if rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        ranks.say(folder, "second", rank, {"status": "passed"})
+        ranks.report(folder, "second", rank, {"status": "passed"})
     """) as there:
         found = dict(there.verdicts(["first", "second", "third"]))
     assert found["second"][0] == {"status": "passed"}
@@ -118,7 +120,7 @@ def test_how_ranks_have_ended(tmp_path):
     there.folder = tmp_path
     Path(tmp_path, "failures").write_text('{"1": -9, "2": -11, "3": 5}')
     assert [there.death(rank) for rank in range(5)] == [
-        "ended without a word: os._exit(), or it was stopped when another rank had ended; the last collective it "
+        "ended without an error: os._exit(), or it was stopped when another rank had ended; the last collective it "
         "was in: barrier",
         "was killed by SIGKILL (out of memory? kill -9?)",
         "died: Segmentation fault in line 7 (is it a tensor whose memory was freed?)",

@@ -57,8 +57,8 @@ def difference(file: str, accumulate: int) -> float:
         with mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}):  # so ranks do not check runs/
             options = referee.arguments(["--preset", "toy", "--engines", "ddp", "--accumulate", str(accumulate)])
         options.engines = [name]
-        me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
-        return referee.Referee(options, load_text(None, 32), me).prove()[name]
+        world = referee.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+        return referee.Referee(options, load_text(None, 32), world).prove()[name]
 
 
 def found(folder, name: str, change: tuple[str, str], world_size: int, accumulate: int) -> float:

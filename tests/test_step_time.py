@@ -76,9 +76,9 @@ def shifted_clocks(ahead: float, delay: float) -> dict:
 
 def trained(name: str, *options: str) -> dict:
     options = referee.arguments(["--preset", "toy", "--steps", "3", "--batch", "4", "--json", os.devnull, *options])
-    me = referee.Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    world = referee.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     text = torch.arange(5000).remainder(251).to(torch.uint8)
-    return referee.Referee(options, text, me).train(name)
+    return referee.Referee(options, text, world).train(name)
 
 
 def trained_in_parts() -> dict[str, tuple[dict, ...]]:

@@ -18,7 +18,7 @@ from zerolab.run import folder_lock, journal, ranks, train, train_options
 from zerolab.run.data import Batches, load_text, split
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, sample
 from zerolab.run.pool import run_on_ranks
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 
 STEPS = 40
 OPTIONS = f"zero3 --preset toy --steps {STEPS} --save-every 5 --global-batch 6".split()
@@ -55,11 +55,11 @@ def story(folder: Path) -> tuple:
 def in_the_pool(options: list[str], folder: Path, leave_at: int = 0, model: type = train.GPT) -> list[dict]:
     """On ranks of the pool, of which no torchrun knows: the journal's lines. The run is asked to leave at a step."""
     options = train_options.arguments([*options, "--folder", str(folder)])
-    me = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     with mock.patch.object(train, "GPT", model):
-        training = train.Training(options, me, load_text(None, 32))
+        training = train.Training(options, world, load_text(None, 32))
     folder.mkdir(exist_ok=True)
-    training.run(lambda: me.rank == 1 and training.step == leave_at)  # one rank hears of it, and all leave
+    training.run(lambda: world.rank == 1 and training.step == leave_at)  # one rank hears of it, and all leave
     return journal.read(folder)
 
 

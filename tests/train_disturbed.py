@@ -36,13 +36,13 @@ class Dropping(train.GPT):
 
 class Disturbed(train.Training):
     def train(self):
-        if self.me.rank == 0 and comes("kill", self.step):
+        if self.world.rank == 0 and comes("kill", self.step):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.me.rank == 1 and comes("hang", self.step):
+        if self.world.rank == 1 and comes("hang", self.step):
             time.sleep(1)  # so the other rank is the first to say where it waits
             self.makes_progress()
             hang()
-        if self.me.rank == 1 and comes("stop", self.step):
+        if self.world.rank == 1 and comes("stop", self.step):
             os.kill(os.getpid(), signal.SIGTERM)  # as systemd does, and Slurm's scancel: all processes
             os.kill(os.getppid(), signal.SIGTERM)  # torchrun
         return super().train()

@@ -112,13 +112,13 @@ def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     """The program of every rank: make one recording after the other, and report each when it is complete."""
     ranks.begin(folder)
     device = "cpu" if options.bug is not None else options.device  # as the museum
-    me = process_group.start("gloo" if options.bug is not None else options.backend, device)
+    world = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
-        seen = record(run, me, options.tries)
-        seen["about"] = {**run.about, "hardware": process_group.hardware(me.device), "torch": torch.__version__}
-        ranks.say(folder, run.name, me.rank, seen)
+        seen = record(run, world, options.tries)
+        seen["about"] = {**run.about, "hardware": process_group.hardware(world.device), "torch": torch.__version__}
+        ranks.report(folder, run.name, world.rank, seen)
         if seen["error"] is not None:  # the other ranks fail in this step too: let them report it
-            ranks.everyone(folder, run.name, me.world_size, 10)
+            ranks.wait_for_reports(folder, run.name, world.world_size, 10)
             return
     process_group.stop()
 
@@ -131,14 +131,14 @@ def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
         for name, seen in started.verdicts(runs):
             for rank, each in enumerate(seen):
                 if each.get("status") == "died":
-                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.last_words()}")
+                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.end_of_output()}")
             about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
             found.append(merge(seen, name, runs[name].title, about))
             print(f"recorded: {runs[name].title}", flush=True)
             if seen[0]["error"] is not None:
                 break
     if len(found) < len(runs) and not (found and options.bug is not None):
-        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.last_words()}")
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.end_of_output()}")
     return found
 
 

@@ -14,7 +14,7 @@ from extra.watch.weight_versions import WeightVersions
 from zerolab.measure.held import optimizer_of, unit_names, unit_of
 from zerolab.measure.timeline import COMPUTE, STEPS, Listener, Span, Timeline
 from zerolab.run import process_group
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 
 
 class RecordingLedger(CellLedger, Listener):
@@ -106,15 +106,15 @@ def is_sharded(row: Row) -> bool:
     return any(stretch.bucket is not None or stretch.by_parameter for stretch in row.stretches)
 
 
-def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
+def record(run: Recordable, world: World, tries: int = 1) -> dict:
     """Build `run`'s engine, train it and record `tries` steps. Returns this rank's recording of the fastest.
 
     The fastest step is the one in which the slowest rank took the least time. All ranks call this together. Times are
     seconds of the host's `time.perf_counter`. An exception inside the step is recorded as "error".
     """
     tries = 1 if run.once else tries
-    loop, seen, lines = run.loop(me, run.warm_up + tries), [], set()
-    with RecordingLedger(None, me.rank, me.world_size) as memory:
+    loop, seen, lines = run.loop(world, run.warm_up + tries), [], set()
+    with RecordingLedger(None, world.rank, world.world_size) as memory:
         engine = loop.build()
         for number in range(run.warm_up):
             memory.begin(engine)
@@ -123,19 +123,19 @@ def record(run: Recordable, me: Rank, tries: int = 1) -> dict:
             with lines_that_run(lines) if last else contextlib.nullcontext():
                 loop.step(engine, number)
         for number in range(run.warm_up, run.warm_up + tries):
-            seen.append(_one_step(partial(loop.step, engine, number), engine, memory, me))
+            seen.append(_one_step(partial(loop.step, engine, number), engine, memory, world))
             seen[-1]["lines"] = sorted(lines)
     if tries == 1:
         return seen[0]  # it may have failed, and then the ranks cannot use a collective any more
-    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], me)
+    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], world)
     return seen[taken.index(min(taken))]
 
 
-def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
+def _one_step(step, engine, memory: RecordingLedger, world: World) -> dict:
     error, raised_at = None, ()
     memory.begin(engine)
     dist.barrier()
-    timeline = Timeline(engine, me.device, memory)
+    timeline = Timeline(engine, world.device, memory)
     try:
         with timeline:
             memory.start(timeline)
@@ -147,16 +147,16 @@ def _one_step(step, engine, memory: RecordingLedger, me: Rank) -> dict:
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         raised_at = calls_of_error(raised.__traceback__)
-    return {**_plain(memory, timeline, ended, error, me), "raised_at": raised_at}
+    return {**_plain(memory, timeline, ended, error, world), "raised_at": raised_at}
 
 
-def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, me: Rank) -> dict:
+def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, world: World) -> dict:
     def at(moment) -> float:
         return opened + timeline.seconds(moment)
 
     opened = timeline.opened
     return {
-        "rank": me.rank,
+        "rank": world.rank,
         "begins": opened,
         "ends": at(ended),
         "error": error,

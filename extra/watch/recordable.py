@@ -10,7 +10,7 @@ import torch
 from zerolab.run import engines
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, next_token_loss, preset
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.teach.museum.exhibits import EXHIBITS
 from zerolab.teach.museum.loop import BATCH, SHAPE, Loop
 
@@ -23,7 +23,8 @@ NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages do
 class Recordable:
     """Something to record.
 
-    `loop(me, steps)` has the data of so many steps: `build()` makes the engine, `step(engine, number)` trains it once.
+    `loop(world, steps)` has the data of so many steps: `build()` makes the engine, and `step(engine, number)` trains it
+    once.
     `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step only.
     """
 
@@ -44,20 +45,20 @@ def of_engine(name: str, options) -> Recordable:
         nbytes = sum(param.nbytes for param in GPT(config).parameters())
     bucket_mb = nbytes / 2**20 / 6 if options.bucket_mb is None else options.bucket_mb
 
-    def build(me: Rank):
-        model = GPT(config).to(me.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
+    def build(world: World):
+        model = GPT(config).to(world.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=world.device.type != "cpu")
         more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
-        return engines.build(name, model, optimizer, me.device, **more)
+        return engines.build(name, model, optimizer, world.device, **more)
 
-    def loop(me: Rank, steps: int) -> SimpleNamespace:
-        draw = Batches(text, options.batch, seq, 0, me.device)
-        batches = [draw(number, me.rank) for number in range(steps)]
+    def loop(world: World, steps: int) -> SimpleNamespace:
+        draw = Batches(text, options.batch, seq, 0, world.device)
+        batches = [draw(number, world.rank) for number in range(steps)]
 
         def step(engine, number: int) -> None:
             engine.training_step(*batches[number], next_token_loss)
 
-        return SimpleNamespace(build=partial(build, me), step=step)
+        return SimpleNamespace(build=partial(build, world), step=step)
 
     words = f"GPT {options.preset}, {options.batch} x {seq} tokens per rank"
     return Recordable(name, TITLES[name], {"model": words}, loop)
@@ -78,11 +79,11 @@ def of_exhibit(number: int) -> list[Recordable]:
     elif "scales" in exhibit.differs:  # a gradient overflows in one step only
         shown = {"warm_up": 3, "once": True}
 
-    def correct(me: Rank, steps: int) -> Loop:
-        return Loop(exhibit, exhibit.correct, me.rank, steps)
+    def correct(world: World, steps: int) -> Loop:
+        return Loop(exhibit, exhibit.correct, world.rank, steps)
 
-    def wrong(me: Rank, steps: int) -> Loop:
-        return Loop(exhibit, exhibit.build, me.rank, steps)
+    def wrong(world: World, steps: int) -> Loop:
+        return Loop(exhibit, exhibit.build, world.rank, steps)
 
     return [
         Recordable("right", "the correct stage", about, correct, **shown),

@@ -23,15 +23,15 @@ from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, of_engine, of_exhibit
 from zerolab.measure.ledger import PARTS
 from zerolab.run.pool import run_on_ranks
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.teach import watch_page
 from zerolab.teach.museum.loop import Loop
 
 # On the ranks.
 
 
-def this_rank() -> Rank:
-    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
+def this_rank() -> World:
+    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
 
 
 def recorded(names: list[str]) -> list[dict]:
@@ -312,7 +312,7 @@ def test_the_picture_is_what_the_ledger_says_at_every_event(browser, recordings)
             "const draw = () => {" + DRAWN + "};"
             "watch.open(arguments[0], 0);"
             "return watch.rec.events.map((_, k) => {"
-            "  watch.go(k); return [watch.k, draw(), watch.state.ranks.map((me) => me.live)]; });",
+            "  watch.go(k); return [watch.k, draw(), watch.state.ranks.map((world) => world.live)]; });",
             name,
         )
         for k, (at, ranks, live) in enumerate(drawn):

@@ -14,10 +14,10 @@ Any object with `model` and `optimizer` is an engine here. One training step, wa
     print(held_bytes(engine), worst.live, worst.step, worst.module, worst.parts)
     print(traffic.sent_bytes, [(c.kind, c.whole_bytes, c.step) for c in traffic.collectives])
     live = [(timeline.seconds(moment.when), moment.live) for moment in memory.moments()]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (timeline.spans, live))
+    of_all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, (timeline.spans, live))
     if dist.get_rank() == 0:
-        spans, lives = zip(*everyone)
+        spans, lives = zip(*of_all_ranks)
         with open("trace.json", "w") as file:
             json.dump(chrome_trace(spans, lives), file)
 

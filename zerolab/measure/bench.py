@@ -28,7 +28,7 @@ from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import engine_file, engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.progress import with_progress
 
 ENGINES = engines.named("bench")
@@ -51,21 +51,21 @@ def arguments(argv=None) -> argparse.Namespace:
     return options
 
 
-def build_variant(variant: dict, config: GPTConfig, me: Rank):
-    model = GPT(config).to(me.device)
+def build_variant(variant: dict, config: GPTConfig, world: World):
+    model = GPT(config).to(world.device)
     options = prepare(variant, model)  # it may change the model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=me.device.type != "cpu")
-    return engines.ENGINES[variant["name"]].build(model, optimizer, me.device, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=world.device.type != "cpu")
+    return engines.ENGINES[variant["name"]].build(model, optimizer, world.device, **options)
 
 
-def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> dict[str, int]:
+def peaks_and_collectives(variant: dict, batch, config: GPTConfig, world: World) -> dict[str, int]:
     """Peaks, as the maximum over the ranks, and collectives of a step.
 
     The short peak is measured in a step on 8 tokens, which has hardly any activations.
     """
-    allocator = allocator_of(me.device)
+    allocator = allocator_of(world.device)
     with MemoryLedger() as memory:
-        engine = build_variant(variant, config, me)
+        engine = build_variant(variant, config, world)
         step = partial(engine.training_step, *batch, next_token_loss)
         step()
         step()
@@ -73,7 +73,7 @@ def peaks_and_collectives(variant: dict, batch, config: GPTConfig, me: Rank) -> 
             step()
         with watched_step(engine, memory, allocator) as short:
             engine.training_step(*(tensor[:1, :8] for tensor in batch), next_token_loss)
-    peak, short_peak = process_group.largest([seen.peak, short.peak], me)
+    peak, short_peak = process_group.largest([seen.peak, short.peak], world)
     return {
         "peak_bytes": int(peak),
         "short_peak_bytes": int(short_peak),
@@ -93,15 +93,15 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 @engine_file.named_in_errors()
-def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, me: Rank) -> dict[str, dict]:
+def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, world: World) -> dict[str, dict]:
     """{label: what was measured}, as the maximum over the ranks. A collective."""
     found = {}
-    for label in with_progress(variants, "peaks and collectives", me.rank == 0):
-        found[label] = peaks_and_collectives(variants[label], batch, options.config, me)
+    for label in with_progress(variants, "peaks and collectives", world.rank == 0):
+        found[label] = peaks_and_collectives(variants[label], batch, options.config, world)
         gc.collect()
-    alive = {label: build_variant(variant, options.config, me) for label, variant in variants.items()}
+    alive = {label: build_variant(variant, options.config, world) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
-    times = rows_of_times(take_turns(steps, options.rounds, me))
+    times = rows_of_times(take_turns(steps, options.rounds, world))
     del alive, steps
     gc.collect()
     return {label: found[label] | times[label] for label in variants}
@@ -115,20 +115,20 @@ def many_small_parameters() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
+def host_times(options: argparse.Namespace, world: World, build) -> dict[str, dict]:
     """{engine: time per step with many small parameters}, which is the host's time.
 
     `build` is `engines.build`, or `fake_ranks.build_alone`.
     """
-    x, y = torch.randn(2, 4, device=me.device), torch.randn(2, 4, device=me.device)
+    x, y = torch.randn(2, 4, device=world.device), torch.randn(2, 4, device=world.device)
     steps = {}
     for label, variant in with_their_engines(ON_HOST).items():
         name = "single" if label == "plain" else variant["name"]
-        model = many_small_parameters().to(me.device)
+        model = many_small_parameters().to(world.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        engine = build(name, model, optimizer, me.device, **prepare(variant, model))
+        engine = build(name, model, optimizer, world.device, **prepare(variant, model))
         steps[label] = partial(engine.training_step, x, y, F.mse_loss)
-    times = take_turns(steps, options.rounds, me)
+    times = take_turns(steps, options.rounds, world)
     for label in steps:
         if options.host and label in (options.host, f"{options.host} engine"):
             profile(label, steps[label])
@@ -139,9 +139,9 @@ def host_times(options: argparse.Namespace, me: Rank, build) -> dict[str, dict]:
 
 def host_times_alone(options: argparse.Namespace) -> dict[str, dict]:
     """`host_times` of rank 0 of 8 on a process group that moves nothing."""
-    me = Rank(0, 8, torch.device("cpu"), "fake", "")
-    with fake_ranks.fake_ranks(me.world_size):
-        return host_times(options, me, fake_ranks.build_alone)
+    world = World(0, 8, torch.device("cpu"), "fake", "")
+    with fake_ranks.fake_ranks(world.world_size):
+        return host_times(options, world, fake_ranks.build_alone)
 
 
 def profile(name: str, step) -> None:
@@ -187,26 +187,26 @@ def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
 def on_ranks(options: argparse.Namespace) -> None:
     """Measure, print and write the tables. A collective."""
     text = load_text(None, options.config.seq)
-    me = process_group.start(options.backend, options.device)
-    batch = Batches(text, options.batch, options.seq, 0, me.device)(0, me.rank)
-    about = [__doc__.splitlines()[0], f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}"]
+    world = process_group.start(options.backend, options.device)
+    batch = Batches(text, options.batch, options.seq, 0, world.device)(0, world.rank)
+    about = [__doc__.splitlines()[0], f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}"]
     shape = f"GPT of {number_of_parameters(options.config):,} parameters"
     about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
-    me.print(tables.wrapped("\n".join([*about, MEANINGS])))
+    world.print(tables.wrapped("\n".join([*about, MEANINGS])))
     found = {}
     results = {
-        "backend": me.backend,
-        "ranks": me.world_size,
+        "backend": world.backend,
+        "ranks": world.world_size,
         "preset": options.preset,
         "batch": options.batch,
         "seq": options.seq,
         "sweeps": found,
     }
-    results |= json_file.about(me.device, "bench", me.world_size)
-    file = options.json if me.rank == 0 else None
+    results |= json_file.about(world.device, "bench", world.world_size)
+    file = options.json if world.rank == 0 else None
     for title, variants in variants_of(options).items():
-        found[title] = measure_together(variants, batch, options, me)
-        me.print(table_of_steps(title, found[title]) + "\n")
+        found[title] = measure_together(variants, batch, options, world)
+        world.print(table_of_steps(title, found[title]) + "\n")
         json_file.write(file, results, whole=False)
     process_group.stop()
     json_file.write(file, results)

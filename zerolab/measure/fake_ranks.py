@@ -31,7 +31,7 @@ def build_alone(name: str, model: nn.Module, optimizer, device: torch.device, **
 
 
 def all_reduce_bucket(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own way to reduce a bucket, said once more because the fake group's futures bring no result."""
+    """DDP's own way to reduce a bucket, written again here, because the fake group's futures bring no result."""
     tensor = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(tensor)
     future = torch.futures.Future(devices=[tensor.device] if tensor.device.type != "cpu" else None)

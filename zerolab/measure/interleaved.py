@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerolab.run import process_group
 from zerolab.run.engines import PAIRS
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.progress import with_progress
 
 WARM_UP = 2  # rounds
@@ -22,27 +22,27 @@ WARM_UP = 2  # rounds
 def take_turns(
     steps: dict[str, Callable[[], object] | None],
     rounds: int,
-    me: Rank,
-    meet: Callable[[str], None] = lambda name: None,
+    world: World,
+    wait_after: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
     """{name: seconds of each of `rounds` steps on the slowest rank}. A collective.
 
-    A step is None on a rank that does not run this engine. `meet(name)` is called after each step, before the ranks
-    compare their times.
+    A step is None on a rank that does not run this engine. `wait_after(name)` is called after each step, before the
+    ranks compare their times.
     """
     names, times = list(steps), {name: [] for name in steps}
-    for turn in with_progress(range(WARM_UP + rounds), "rounds of steps", me.rank == 0):
+    for turn in with_progress(range(WARM_UP + rounds), "rounds of steps", world.rank == 0):
         first = turn % len(names)  # no engine is always the first
         for name in names[first:] + names[:first]:
             dist.barrier()
             started, seconds = time.perf_counter(), 0.0
             if steps[name] is not None:
                 steps[name]()
-                if me.device.type != "cpu":
+                if world.device.type != "cpu":
                     torch.accelerator.synchronize()
                 seconds = time.perf_counter() - started
-            meet(name)
-            (slowest,) = process_group.largest([seconds], me)
+            wait_after(name)
+            (slowest,) = process_group.largest([seconds], world)
             if turn >= WARM_UP:
                 times[name].append(slowest)
     return times

@@ -356,7 +356,7 @@ def describe(what: str, engine, ledger: PartsLedger | None, message: str) -> str
     return f"out of memory in {what}{where}. {alive}{reserved} {message}"
 
 
-def let_go(device: torch.device) -> None:
+def release_sent(device: torch.device) -> None:
     """Make torch release what earlier engines have sent, before the allocator is asked for its bytes. A collective.
 
     Over NCCL the tensors of a collective that only C++ has waited for (DDP's buckets) stay alive until a thread that

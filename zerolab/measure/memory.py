@@ -92,7 +92,7 @@ def predicted_peak(name: str, options: argparse.Namespace) -> int:
     return measure_alone(name, argparse.Namespace(**vars(options) | {"device": "fake"}))["peak_bytes"]
 
 
-def say(text: str) -> None:
+def print_wrapped(text: str) -> None:
     print(tables.wrapped(text), flush=True)
 
 
@@ -109,7 +109,9 @@ def measure_up_to(options: argparse.Namespace) -> dict:
             engines[name].append(row)
             no_memory = "out_of_memory" in row
             peaks.append(f"{name} {'OUT OF MEMORY' if no_memory else format(row['peak_bytes'] / size, '.2f')}")
-        say(f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks))
+        print_wrapped(
+            f"  {options.ranks:>5} rank{'s' if options.ranks > 1 else ' '}, peak in {unit}: " + ", ".join(peaks)
+        )
     return {**results, "ranks": numbers, "engines": engines}
 
 
@@ -222,8 +224,8 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
     for name, row in engines.items():
         if "out_of_memory" in row:
             predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU
-            said = f" The dry run predicts a peak of {predicted / 1e9:.1f} GB." if predicted else ""
-            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}.{said}")
+            prediction = f" The dry run predicts a peak of {predicted / 1e9:.1f} GB." if predicted else ""
+            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}.{prediction}")
             continue
         fits = fits_on(row["peak_bytes"])
         answer = f"from {fits[0]} GB on" if fits else "on none of them"
@@ -237,13 +239,13 @@ def main() -> None:
     batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = f"1 to {options.up_to}" if options.up_to else options.ranks
-    say(__doc__.splitlines()[0])
-    say(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
+    print_wrapped(__doc__.splitlines()[0])
+    print_wrapped(f"Rank 0 of {ranks} on {what}; {options.dtype}, AdamW, {batch}{extra}; the second step.")
     if options.up_to:
         results = measure_up_to(options)
     else:
         results = measure_all(options, partial(json_file.write, options.json, indent=None, whole=False))
-        say("\n" + all_tables(results))
+        print_wrapped("\n" + all_tables(results))
     json_file.write(options.json, results, indent=None)
 
 

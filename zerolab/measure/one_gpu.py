@@ -67,13 +67,17 @@ def measure_memory(options: argparse.Namespace) -> None:
 def measure_host(options: argparse.Namespace) -> None:
     gc.collect()
     gc.disable()  # it would come in one engine's step, and not in another's
-    me = process_group.start()
-    rows = bench.host_times(bench.arguments(["--host", "zero3", "--rounds", options.rounds]), me, engines.build)
-    me.print(f"A step of 408 parameters in 34 units, {me.world_size} rank(s) over {me.backend}:\n")
-    me.print(bench.table_of_steps("engine", rows))
+    world = process_group.start()
+    rows = bench.host_times(bench.arguments(["--host", "zero3", "--rounds", options.rounds]), world, engines.build)
+    world.print(f"A step of 408 parameters in 34 units, {world.world_size} rank(s) over {world.backend}:\n")
+    world.print(bench.table_of_steps("engine", rows))
     process_group.stop()
-    if me.rank == 0:
-        about = json_file.about(me.device) | {"command": COMMAND, "backend": me.backend, "ranks": me.world_size}
+    if world.rank == 0:
+        about = json_file.about(world.device) | {
+            "command": COMMAND,
+            "backend": world.backend,
+            "ranks": world.world_size,
+        }
         json_file.write(options.folder / "host.json", about | {"host": rows})
 
 

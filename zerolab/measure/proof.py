@@ -18,7 +18,7 @@ from zerolab.run import micro_batches, process_group
 from zerolab.run.data import Batches
 from zerolab.run.engines import ENGINES, build
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.recompute import checkpoint_blocks
 
 STEPS = 4  # the third loss is the first that momentum has changed
@@ -33,10 +33,12 @@ class Proof:
     `config` is the architecture of the model that is compared, whatever its size; the rest is as in that comparison.
     """
 
-    def __init__(self, config: GPTConfig, text: torch.Tensor, seed: int, accumulate: int, recomputed: bool, me: Rank):
+    def __init__(
+        self, config: GPTConfig, text: torch.Tensor, seed: int, accumulate: int, recomputed: bool, world: World
+    ):
         self.config = replace(config, **SHAPE, kv_heads=None, ffn=None)
-        self.seed, self.accumulate, self.recomputed, self.me = seed, accumulate, recomputed, me
-        self.batches = Batches(text, BATCH * accumulate, self.config.seq, seed, me.device)
+        self.seed, self.accumulate, self.recomputed, self.world = seed, accumulate, recomputed, world
+        self.batches = Batches(text, BATCH * accumulate, self.config.seq, seed, world.device)
         self.expected = self._one_process()
 
     def difference(self, name: str, as_engine: bool = False) -> float:
@@ -49,10 +51,10 @@ class Proof:
         if self.recomputed:
             checkpoint_blocks(model, casts=False)
         options = {"engine": True} if as_engine and "engine" in ENGINES[name].takes else {}
-        engine = build(name, model, optimizer, self.me.device, **options)
+        engine = build(name, model, optimizer, self.world.device, **options)
         differences = []
         for step, expected in enumerate(self.expected):
-            batch = self.batches(step, self.me.rank)
+            batch = self.batches(step, self.world.rank)
             loss = micro_batches.training_step(engine, *batch, next_token_loss, self.accumulate)
             differences.append(abs(loss.item() - expected))
         del engine, model, optimizer
@@ -60,7 +62,7 @@ class Proof:
         return torch.tensor(process_group.gathered(differences)).max().item()  # which keeps a NaN
 
     def _model(self) -> tuple[GPT, torch.optim.Optimizer]:
-        model = GPT(self.config, self.seed).to(self.me.device, torch.float64)
+        model = GPT(self.config, self.seed).to(self.world.device, torch.float64)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
     def _one_process(self) -> list[float]:
@@ -71,10 +73,10 @@ class Proof:
         model, optimizer = self._model()
         losses = []
         for step in range(STEPS):
-            inputs, targets = self.batches(step, self.me.rank)
+            inputs, targets = self.batches(step, self.world.rank)
             with torch.no_grad():
                 losses.append(next_token_loss(model(inputs), targets).item())
-            inputs, targets = self.batches.whole(step, self.me.world_size)
+            inputs, targets = self.batches.whole(step, self.world.world_size)
             next_token_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -7,32 +7,32 @@ from zerolab.measure import proof, step_time, tables
 from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.engines import DTYPES, who_trained
 from zerolab.run.model import number_of_parameters, preset
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 
 CONDITIONS = ("preset", "batch", "accumulate", "checkpoint_activations", "slow_rank", "seq", "steps", "timed_steps",
               "seed", "dtype")  # fmt: skip
 PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def conditions(options: argparse.Namespace, me: Rank) -> dict:
+def conditions(options: argparse.Namespace, world: World) -> dict:
     """The settings and the machine of the comparison, for the JSON."""
     return {
-        "device": me.device.type,
-        "backend": me.backend,
-        "world_size": me.world_size,
+        "device": world.device.type,
+        "backend": world.backend,
+        "world_size": world.world_size,
         "parameters": number_of_parameters(preset(options.preset)),
-        "tf32": process_group.tf32() if me.device.type == "cuda" else None,
-        **json_file.about(me.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
+        "tf32": process_group.tf32() if world.device.type == "cuda" else None,
+        **json_file.about(world.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
     } | {name: getattr(options, name) for name in CONDITIONS}
 
 
-def headline(about: dict, options: argparse.Namespace, me: Rank) -> str:
+def headline(about: dict, options: argparse.Namespace, world: World) -> str:
     """What is compared, and where, in one or two lines."""
     recomputed = ", activations recomputed" if options.checkpoint_activations else ""
     precision = "float32" if options.dtype == "fp32" else "bfloat16 with float32 reduction and master weights"
     tf32 = "" if about["tf32"] is None else f", TF32 {'on' if about['tf32'] else 'off'}"
     return (
-        f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}\n"
+        f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}\n"
         f"GPT {options.preset}: {about['parameters']:,} parameters; {options.batch} x {options.seq} tokens per rank "
         f"and step{micro_batches.words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
         f"{precision}{tf32}"

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from zerolab.measure import tables
 from zerolab.measure.timeline import STEPS, Span, Timeline, Wait
-from zerolab.run.process_group import Rank, gathered, largest
+from zerolab.run.process_group import World, gathered, largest
 from zerolab.run.progress import with_progress
 
 Interval = tuple[float, float]
@@ -141,11 +141,11 @@ def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf
 
 
 def watch(train: Callable[[], None] | None, steps: int, engine=None, device: torch.device | None = None,
-          offset: float = 0.0, meet: Callable[[], None] = lambda: None) -> list[list[dict]]:  # fmt: skip
+          offset: float = 0.0, wait_after: Callable[[], None] = lambda: None) -> list[list[dict]]:  # fmt: skip
     """[what `divide` returns for each step] for each rank, of `steps` calls of `train` in a row. A collective.
 
     `train` is None on a rank that does not run it. `offset` is this rank's `clock_offset`. There is no barrier between
-    the steps, as in training. `meet` is called after them, before the ranks exchange what they have seen.
+    the steps, as in training. `wait_after` is called after them, before the ranks exchange what they have seen.
     """
     dist.barrier()
     marks = []
@@ -154,7 +154,7 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
             marks.append(timeline.now())
             train()
         marks.append(timeline.now())
-    meet()
+    wait_after()
     shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
     issued = gathered([(span.ranks, span.start + shift) for span in timeline.collectives])
     for span, moment in zip(timeline.collectives, last_issues(issued, dist.get_rank())):
@@ -216,15 +216,15 @@ def break_down(
     engines: dict[str, object],
     steps: dict[str, Callable[[], None] | None],
     timed_steps: int,
-    me: Rank,
-    meet: Callable[[str], None],
+    world: World,
+    wait_after: Callable[[str], None],
 ) -> None:
     """Fill in `step_time` of each run of the referee, from a few more steps on a timeline. A collective."""
     offset, unsure = clock_offset()
-    (unsure,) = largest([1e3 * unsure], me)
-    for name in with_progress(runs, "what a step is spent on", me.rank == 0):
+    (unsure,) = largest([1e3 * unsure], world)
+    for name in with_progress(runs, "what a step is spent on", world.rank == 0):
         number = min(WATCHED_STEPS, timed_steps)
-        watched = watch(steps[name], number, engines.get(name), me.device, offset, partial(meet, name))
+        watched = watch(steps[name], number, engines.get(name), world.device, offset, partial(wait_after, name))
         runs[name]["step_time"] = {"clocks_unsure_by_ms": round(unsure, 4), **summary(watched)}
 
 

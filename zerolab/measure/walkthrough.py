@@ -24,7 +24,7 @@ from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
-from zerolab.run.process_group import Rank
+from zerolab.run.process_group import World
 from zerolab.run.recompute import checkpoint_blocks
 
 WATCHED_STEPS = 3  # after the traced one, for the lines about where the time of a step goes
@@ -39,33 +39,36 @@ def main() -> None:
     options = walkthrough_options.arguments()
     seq = preset(options.preset).seq
     text = load_text(options.data, seq)
-    me = process_group.start(options.backend, options.device)
-    batches = Batches(text, options.batch, seq, options.seed, me.device)
-    ready = [batches(step, me.rank) for step in range(options.steps)]  # before anything is counted
+    world = process_group.start(options.backend, options.device)
+    batches = Batches(text, options.batch, seq, options.seed, world.device)
+    ready = [batches(step, world.rank) for step in range(options.steps)]  # before anything is counted
 
-    def say(text: str) -> None:
-        me.print(tables.wrapped(text))
+    def print_wrapped(text: str) -> None:
+        world.print(tables.wrapped(text))
 
-    say(headline(options.chapter))
-    say(f"{me.world_size} rank(s), {me.backend}, {me.device.type}: {me.why}. MB are 10^6 bytes; this is rank 0.")
+    print_wrapped(headline(options.chapter))
+    print_wrapped(
+        f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}. MB are 10^6 bytes; "
+        "this is rank 0."
+    )
     with PartsLedger() as memory:
-        timeline = Timeline(device=me.device) if options.trace else contextlib.nullcontext()
-        model = _model(options, me)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=me.device.type != "cpu")
+        timeline = Timeline(device=world.device) if options.trace else contextlib.nullcontext()
+        model = _model(options, world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=world.device.type != "cpu")
         with timeline as partition, explained("step 0, the construction", None, memory):
             engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
-        say(_partition(engine, options))
+        print_wrapped(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.begin(engine)
             with explained(f"training step {number}", engine, memory):
                 loss = _train(engine, batch, options)
-            say(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
-        _print_trace(engine, memory, ready[-1], options, say)
+            print_wrapped(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
+        _print_trace(engine, memory, ready[-1], options, print_wrapped)
     again = partial(_train, engine, ready[-1], options)
-    found = step_time.watch(again, WATCHED_STEPS, engine, me.device, step_time.clock_offset()[0])
-    say(step_time.sentences(step_time.summary(found), 0))
+    found = step_time.watch(again, WATCHED_STEPS, engine, world.device, step_time.clock_offset()[0])
+    print_wrapped(step_time.sentences(step_time.summary(found), 0))
     if options.trace:
-        _trace(engine, partition.spans, ready[-1], me, options)
+        _trace(engine, partition.spans, ready[-1], world, options)
     process_group.stop()
 
 
@@ -74,9 +77,9 @@ def _own(options: argparse.Namespace) -> dict:
     return {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
 
 
-def _model(options: argparse.Namespace, me: Rank) -> GPT:
+def _model(options: argparse.Namespace, world: World) -> GPT:
     # Every rank draws different weights, and the engine broadcasts rank 0's.
-    model = GPT(preset(options.preset), options.seed + me.rank).to(me.device)
+    model = GPT(preset(options.preset), options.seed + world.rank).to(world.device)
     if options.checkpoint_activations:
         checkpoint_blocks(model, casts=False)
     return model
@@ -86,31 +89,35 @@ def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
     return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
 
 
-def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace, say) -> None:
+def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace, print_wrapped) -> None:
     """Print one training step, event by event, and what it sent."""
     again = "; backward recomputes each block's forward" if options.checkpoint_activations else ""
-    say(f"training step {options.steps}, event by event{again}.\n")
+    print_wrapped(f"training step {options.steps}, event by event{again}.\n")
     kind = UnitTrace if hasattr(engine, "units") else BucketTrace
     trace = kind(engine, memory, options.accumulate)
     out_of_memory = explained(f"training step {options.steps}", engine, memory)
     with watched_step(engine, memory) as seen, Timeline(engine, listener=trace), out_of_memory:
         loss = _train(engine, batch, options)
     trace.close()
-    say("\n".join([trace.how_to_read(), *trace.lines]))
-    say(f"\nloss {loss.item():.4f} on this rank's batch; after zero_grad() this rank keeps {held_in_words(engine)}")
-    say(f"alive between steps, including buffers that stay allocated: {memory.live / 1e6:.2f} MB")
+    print_wrapped("\n".join([trace.how_to_read(), *trace.lines]))
+    print_wrapped(
+        f"\nloss {loss.item():.4f} on this rank's batch; after zero_grad() this rank keeps {held_in_words(engine)}"
+    )
+    print_wrapped(f"alive between steps, including buffers that stay allocated: {memory.live / 1e6:.2f} MB")
     times = ""
     if (ranks := engine.world_size) > 1:
         share = seen.sent_elements / number_of_parameters(preset(options.preset)) * ranks / (ranks - 1)
         times = f" = {share:.3f} Ψ x (N-1)/N, with N = {ranks}"
     megabytes, count = seen.sent_bytes / 1e6, len(seen.collectives)
-    say(f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives")
+    print_wrapped(
+        f"sent in this step: {seen.sent_elements:,} elements{times}; {megabytes:.2f} MB in {count} collectives"
+    )
 
 
-def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Namespace) -> None:
+def _trace(engine, partition: list[Span], batch, world: World, options: argparse.Namespace) -> None:
     """Write one more step of all ranks into one file, with step 0 before it."""
     dist.barrier()  # the ranks' clocks start here
-    timeline = Timeline(engine, me.device)
+    timeline = Timeline(engine, world.device)
     with PartsLedger(engine) as memory, timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
@@ -120,18 +127,18 @@ def _trace(engine, partition: list[Span], batch, me: Rank, options: argparse.Nam
     spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
     # Memory that was alive before the timeline was opened is alive from its beginning.
     live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
-    everyone = process_group.gathered((partition + spans, live))
-    if me.rank > 0:
+    of_all_ranks = process_group.gathered((partition + spans, live))
+    if world.rank > 0:
         return
     name = type(engine).__name__
     own = [f", {option.replace('_', ' ')} {value}" for option, value in _own(options).items()]
     about = {
-        "title": f"{name}{''.join(own)}: GPT {options.preset}, {me.world_size} ranks over {me.backend}",
-        **json_file.about(me.device),
-        "command": " ".join(["./launch.sh", options.chapter, str(me.world_size), *sys.argv[2:]]),
+        "title": f"{name}{''.join(own)}: GPT {options.preset}, {world.world_size} ranks over {world.backend}",
+        **json_file.about(world.device),
+        "command": " ".join(["./launch.sh", options.chapter, str(world.world_size), *sys.argv[2:]]),
         "step_begins_ms": round(begins * 1e3, 4),
     }
-    json_file.write(options.trace, chrome_trace(*zip(*everyone), **about), indent=None)
+    json_file.write(options.trace, chrome_trace(*zip(*of_all_ranks), **about), indent=None)
     print("open it in chrome://tracing or ui.perfetto.dev")
 
 

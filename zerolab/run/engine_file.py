@@ -150,11 +150,11 @@ class _OfAFile(Looped):
 
 
 def where(error: BaseException, path: str) -> str:
-    """One line: the last line of the file that the error came through, and what it says."""
-    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    """One line: the last line of the file that the error came through, and its message."""
+    message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     lines = [error.lineno] if isinstance(error, SyntaxError) and error.lineno else _lines_in(error, path)
     at = f", line {lines[-1]}" if lines else ""
-    return f"{Path(path).name}{at}: {said}"
+    return f"{Path(path).name}{at}: {message}"
 
 
 def _lines_in(error: BaseException, path: str) -> list[int]:

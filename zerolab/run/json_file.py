@@ -40,7 +40,7 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def write(file: str | Path | None, results: dict | list, indent: int | None = 1, whole: bool = True) -> None:
-    """Write the results to the file of --json, if one is given, and say where it is.
+    """Write the results to the file of --json, if one is given, and print where it is.
 
     Raises ValueError for a file that cannot be written. Results that are not `whole` yet are written without a
     message, because the end of the work prints one.

@@ -22,8 +22,8 @@ from zerolab.run.shared_options import timeout
 
 
 @dataclass(frozen=True)
-class Rank:
-    """This process among the others: its number, how many there are, device, backend and why that one."""
+class World:
+    """The job as one of its ranks sees it: its rank, the number of ranks, its device, the backend and why that one."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
     return "gloo", f"{kind}:{local_rank % gpus}", f"{why}; gloo goes through host memory: correct but slow"
 
 
-def start(backend: str = "auto", device: str = "auto") -> Rank:
+def start(backend: str = "auto", device: str = "auto") -> World:
     """Join the process group that torchrun has described in the environment.
 
     Raises RuntimeError outside torchrun, ValueError for a backend or device that cannot work here.
@@ -86,12 +86,12 @@ def start(backend: str = "auto", device: str = "auto") -> Rank:
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)  # before anything else touches a GPU
     else:
-        # torch itself asks the first GPU that it sees, in every optimizer's step say, and to ask takes memory there.
+        # torch itself asks the first GPU that it sees, in every optimizer's step for example. That takes memory there.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Nothing waits forever: a rank that never comes is an error on the others after this time.
     own = chosen if backend != "gloo" else None
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout()), device_id=own)
-    return Rank(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
+    return World(dist.get_rank(), dist.get_world_size(), chosen, backend, why)
 
 
 def hardware(device: torch.device) -> str:
@@ -106,18 +106,18 @@ def hardware(device: torch.device) -> str:
     return f"{os.cpu_count()} cores of {name}"
 
 
-def largest(values: list[float], me: Rank) -> list[float]:
+def largest(values: list[float], world: World) -> list[float]:
     """The maximum over the ranks of each value. A collective."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=me.device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def gathered(value) -> list:
     """The `value` of each rank. A collective."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def tf32() -> bool:
@@ -131,16 +131,16 @@ def tf32() -> bool:
 _works_alone = itertools.count()  # of `wait_for_rank_0`; the same number on all ranks
 
 
-def wait_for_rank_0(me: Rank) -> None:
+def wait_for_rank_0(world: World) -> None:
     """The other ranks wait here until rank 0 has come, for as long as that takes. All ranks call it.
 
     For work that only rank 0 does. A collective would not work: after ZERO_TIMEOUT seconds it ends the ranks that wait.
     Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
     """
-    meeting, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
-    if me.rank == 0:
-        meeting.set(key, "done")
-    while me.rank != 0 and not meeting.check([key]):  # no `wait`: others in this process may need the store
+    store, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
+    if world.rank == 0:
+        store.set(key, "done")
+    while world.rank != 0 and not store.check([key]):  # no `wait`: others in this process may need the store
         time.sleep(0.05)
 
 

@@ -4,7 +4,7 @@
         for item, verdicts in ranks.verdicts(["values", "bytes"]):       # a verdict per rank
             ...
 
-A rank reports its verdict on an item by a small file (`say`), and not by torch.distributed: a rank that hangs, or is
+A rank reports its verdict on an item by a small file (`report`), and not by torch.distributed: a rank that hangs, or is
 killed, cannot join a collective any more. Nothing here imports torch.
 """
 
@@ -40,7 +40,7 @@ def begin(folder: str | Path) -> int:
     return rank
 
 
-def say(folder: str | Path, item, rank: int, verdict: dict) -> None:
+def report(folder: str | Path, item, rank: int, verdict: dict) -> None:
     """This rank's verdict on `item`, a number or a name, as JSON."""
     file = Path(folder, f"{item}.{rank}.json")
     part = file.with_suffix(".part")
@@ -48,19 +48,19 @@ def say(folder: str | Path, item, rank: int, verdict: dict) -> None:
     part.rename(file)  # whole, or not there
 
 
-def said(folder: str | Path, item, world_size: int) -> list[dict | None]:
+def reports(folder: str | Path, item, world_size: int) -> list[dict | None]:
     """Every rank's verdict on `item`, None where there is none yet."""
     files = [Path(folder, f"{item}.{rank}.json") for rank in range(world_size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
-def everyone(folder: str | Path, item, world_size: int, seconds: float) -> list[dict | None]:
-    """`said`, when all are there or the time is over: for a rank that must not leave before the others say theirs.
+def wait_for_reports(folder: str | Path, item, world_size: int, seconds: float) -> list[dict | None]:
+    """`reports`, when all are there or the time is over: for a rank that must not leave before the others report.
 
     One that leaves makes the others fail in another way than they would have.
     """
     until = time.monotonic() + seconds
-    while None in (verdicts := said(folder, item, world_size)) and time.monotonic() < until:
+    while None in (verdicts := reports(folder, item, world_size)) and time.monotonic() < until:
         time.sleep(0.002)
     return verdicts
 
@@ -145,13 +145,13 @@ class Ranks:
         self.text = (self.folder / "output").read_text(errors="replace")
 
     def verdicts(self, items: Iterable) -> Iterator[tuple[object, list[dict | None]]]:
-        """(item, every rank's verdict), one item after the other, as soon as all ranks have said theirs.
+        """(item, every rank's verdict), one item after the other, as soon as all ranks have reported.
 
         A verdict that will never come is replaced by {"status": "died", "error": how that rank ended}. Of what
         no rank has begun there is none: if all ranks end before they report anything, `text` may have the reason.
         """
         for item in items:
-            while None in (verdicts := said(self.folder, item, self.world_size)):
+            while None in (verdicts := reports(self.folder, item, self.world_size)):
                 self.late = self.late or time.monotonic() > self.until
                 if self.late or self.process.poll() is not None:
                     self._end(0)
@@ -163,14 +163,14 @@ class Ranks:
             yield item, verdicts
 
     def _last_verdicts(self, item) -> list[dict | None]:
-        """When all have ended: what each has said by now, or how it has ended."""
-        verdicts, deaths = said(self.folder, item, self.world_size), list(map(self.death, range(self.world_size)))
+        """When all have ended: what each has reported by now, or how it has ended."""
+        verdicts, deaths = reports(self.folder, item, self.world_size), list(map(self.death, range(self.world_size)))
         if not any(deaths) and not any(verdicts):
             return verdicts
         lost = ({"status": "died", "error": how or "ended"} for how in deaths)
         return [verdict or instead for verdict, instead in zip(verdicts, lost)]
 
-    def last_words(self) -> str:
+    def end_of_output(self) -> str:
         """When all have ended: the end of what they have printed, which has the first error."""
         return self.text[-3000:]
 
@@ -200,4 +200,4 @@ class Ranks:
             return f"was killed by {signal.Signals(-status).name}{hint}"
         if status > 0:
             return f"ended with exit status {status}"
-        return "ended without a word: os._exit(), or it was stopped when another rank had ended"
+        return "ended without an error: os._exit(), or it was stopped when another rank had ended"

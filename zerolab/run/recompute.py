@@ -16,12 +16,12 @@ def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
 
     def again(block, plain, x):
         # `MixedModule` lends the model its cast weights only for the forward, and the second run needs the same ones.
-        lent = dict(block.named_parameters()) if casts else {}
+        params = dict(block.named_parameters()) if casts else {}
 
         def run(x):
             block.forward, patched = plain, block.forward
             try:
-                return torch.func.functional_call(block, lent, x)
+                return torch.func.functional_call(block, params, x)
             finally:
                 block.forward = patched
 

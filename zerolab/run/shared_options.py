@@ -203,7 +203,7 @@ def check_writable(option: str, path: str | None) -> None:
 def check_folder(folder: Path, instead: str) -> None:
     """Raise ValueError if no file can be written into `folder`, which may not exist yet. Leaves everything as it was.
 
-    `instead` is what the user can say to write somewhere else.
+    `instead` is the option that names another place.
     """
     if "RANK" in os.environ:
         return

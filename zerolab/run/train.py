@@ -38,23 +38,23 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 class Training:
     """One rank's part of the run."""
 
-    def __init__(self, options: argparse.Namespace, me: process_group.Rank, text: torch.Tensor):
+    def __init__(self, options: argparse.Namespace, world: process_group.World, text: torch.Tensor):
         self.config = preset(options.preset)
-        self.options, self.me, self.step = options, me, 0
+        self.options, self.world, self.step = options, world, 0
         text, end = split(text, self.config.seq)
-        self.batches = Batches(text, options.global_batch, self.config.seq, options.seed, me.device)
-        self.unseen = Batches(end, options.global_batch, self.config.seq, options.seed, me.device)
-        model = GPT(self.config, options.seed).to(me.device)
-        fused = me.device.type != "cpu"
+        self.batches = Batches(text, options.global_batch, self.config.seq, options.seed, world.device)
+        self.unseen = Batches(end, options.global_batch, self.config.seq, options.seed, world.device)
+        model = GPT(self.config, options.seed).to(world.device)
+        fused = world.device.type != "cpu"
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, fused=fused)
         more = {"dtype": engines.DTYPES[options.dtype], "engine": True}  # the chapters cannot clip
-        self.engine = engines.build(options.stage, model, optimizer, me.device, **more)
+        self.engine = engines.build(options.stage, model, optimizer, world.device, **more)
         self.saving = self.journal = None
 
     def run(self, asked) -> None:
         """Continue where the run stopped, until its end or until `asked()` is true on any rank."""
         self.load()
-        if self.me.rank == 0:
+        if self.world.rank == 0:
             self.journal = journal.Journal(self.options.folder, self.step, self.options.tensorboard)
         leave = False
         while self.step < self.options.steps and not leave:
@@ -62,10 +62,10 @@ class Training:
         self.finish_save()
         where = f"after step {self.step} of {self.options.steps}"
         if leave:
-            self.me.print(f"Stopped on request {where}. Run the same command to continue.")
+            self.world.print(f"Stopped on request {where}. Run the same command to continue.")
         else:
-            self.me.print(evaluation.continue_text(self.engine.model, self.forward, self.config, self.unseen))
-            self.me.print(f"Done {where}. To train longer, run it with a larger --steps.")
+            self.world.print(evaluation.continue_text(self.engine.model, self.forward, self.config, self.unseen))
+            self.world.print(f"Done {where}. To train longer, run it with a larger --steps.")
         faulthandler.cancel_dump_traceback_later()
 
     def one_step(self, asked) -> bool:
@@ -76,7 +76,7 @@ class Training:
         loss, norm = self.train()
         # A signal may reach only some ranks, and at different moments. The sum makes all of them leave after the same
         # step. The host waits for the GPU here, once per step.
-        summed = torch.stack([loss.double(), torch.tensor(asked(), dtype=torch.float64, device=self.me.device)])
+        summed = torch.stack([loss.double(), torch.tensor(asked(), dtype=torch.float64, device=self.world.device)])
         dist.all_reduce(summed)
         loss, leave = summed.tolist()
         tokens = self.options.global_batch * self.config.seq / (time.perf_counter() - began)
@@ -86,19 +86,19 @@ class Training:
             loss_of = partial(self.loss, self.unseen)
             numbers["evaluation_loss"] = evaluation.mean_loss(self.engine.model, loss_of)
         if self.journal:
-            self.journal.write(self.step, numbers, ranks=self.me.world_size, preset=self.options.preset)
+            self.journal.write(self.step, numbers, ranks=self.world.world_size, preset=self.options.preset)
         if leave or due or self.step % PRINT_EVERY == 0:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-            self.me.print(f"step {self.step}/{self.options.steps}: {shown}")
+            self.world.print(f"step {self.step}/{self.options.steps}: {shown}")
         if leave or due:
             self.save()
         return bool(leave)
 
     def train(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: this rank's part of the batch's mean loss, and the norm of all gradients."""
-        torch.manual_seed(hash((self.options.seed, self.step, self.me.rank)))  # for dropout
+        torch.manual_seed(hash((self.options.seed, self.step, self.world.rank)))  # for dropout
         loss = self.loss(self.batches, self.step)
-        (loss * self.me.world_size).backward()  # the engine divides the ranks' sum by their number
+        (loss * self.world.world_size).backward()  # the engine divides the ranks' sum by their number
         norm = self.engine.clip_grad_norm_(LARGEST_NORM)
         self.engine.step()
         self.engine.zero_grad()
@@ -107,7 +107,7 @@ class Training:
 
     def loss(self, batches: Batches, step: int) -> torch.Tensor:
         """This rank's part of the mean loss of a batch, which is the same on any number of ranks."""
-        inputs, targets = batches.part(step, self.me.rank, self.me.world_size)
+        inputs, targets = batches.part(step, self.world.rank, self.world.world_size)
         return next_token_loss(self.forward(inputs), targets) * len(inputs) / self.options.global_batch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Training:
         """Wait for the last save. Raises RuntimeError if it failed."""
         if self.saving:
             self.makes_progress()
-            self.me.print("saved by", self.saving.result())
+            self.world.print("saved by", self.saving.result())
         self.saving = None
 
     def load(self) -> None:
@@ -136,21 +136,21 @@ class Training:
         if loaded:
             path, extra = loaded
             self.step = extra["step"]
-            self.me.print(f"continuing after step {self.step}, from {path}")
+            self.world.print(f"continuing after step {self.step}, from {path}")
 
 
 def main() -> None:
     options = train_options.arguments()
     text = load_text(options.data, preset(options.preset).seq)
-    me = process_group.start(options.backend, options.device)
-    check_world_size(options, me.world_size)
+    world = process_group.start(options.backend, options.device)
+    check_world_size(options, world.world_size)
     patience = EARLY * timeout()  # a network file system may keep a dead machine's lock for some time
-    held = all_succeed(lambda: folder_lock.lock(options.folder, patience) if me.rank == 0 else None, None)  # noqa: F841
-    me.print(f"{options.stage}, GPT {options.preset}, {me.world_size} rank(s) over {me.backend}: {me.why}")
+    held = all_succeed(lambda: folder_lock.lock(options.folder, patience) if world.rank == 0 else None, None)  # noqa: F841
+    world.print(f"{options.stage}, GPT {options.preset}, {world.world_size} rank(s) over {world.backend}: {world.why}")
     signals = []  # that ask this rank to stop
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: signals.append(number))
-    Training(options, me, text).run(lambda: bool(signals))
+    Training(options, world, text).run(lambda: bool(signals))
     process_group.stop()
 
 

@@ -38,8 +38,8 @@ class Examination:
 
     def exchange(self, item, verdict: dict) -> list[dict | None]:
         """Write down this rank's verdict on an item. Returns the verdicts of all ranks."""
-        ranks.say(self.folder, item, self.rank, verdict)
-        return ranks.everyone(self.folder, item, dist.get_world_size(), self.seconds + 10)
+        ranks.report(self.folder, item, self.rank, verdict)
+        return ranks.wait_for_reports(self.folder, item, dist.get_world_size(), self.seconds + 10)
 
     def try_check(self, check, item: int) -> dict:
         """This rank's verdict, in the first case in which any rank finds something."""

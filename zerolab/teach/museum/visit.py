@@ -117,18 +117,18 @@ def report(correct, wrong):
 
 def on_ranks(exhibit):
     """Train with the correct stage and then with the wrong one. Rank 0 prints the results of all ranks."""
-    me = process_group.start("gloo", "cpu")
+    world = process_group.start("gloo", "cpu")
     reports = dist.new_group()  # another group, which still works after a collective has failed
-    me.print(f"A GPT of {SHAPE.layers} layers, {BATCH} x {SHAPE.seq} tokens per rank, {exhibit.steps} steps.")
-    me.print("Each rank has its own batches and its own seed; a stage starts all ranks with rank 0's weights.\n")
+    world.print(f"A GPT of {SHAPE.layers} layers, {BATCH} x {SHAPE.seq} tokens per rank, {exhibit.steps} steps.")
+    world.print("Each rank has its own batches and its own seed; a stage starts all ranks with rank 0's weights.\n")
     found = []
     for build in (exhibit.correct, exhibit.build):
-        everyone = [None] * me.world_size
-        dist.all_gather_object(everyone, visit(exhibit, build, me.rank), group=reports)
+        everyone = [None] * world.world_size
+        dist.all_gather_object(everyone, visit(exhibit, build, world.rank), group=reports)
         found.append(everyone)
     correct, wrong = found
-    me.print(report(correct, wrong))
-    me.print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --clue, --hint, and --answer")
+    world.print(report(correct, wrong))
+    world.print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --clue, --hint, and --answer")
     dist.barrier(reports)
 
 
