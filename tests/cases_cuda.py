@@ -15,6 +15,7 @@ from helpers import (
     Tied,
     concatenated,
     mse,
+    mse_loss,
     own_batch,
     same,
     seeded,
@@ -22,7 +23,6 @@ from helpers import (
     whole_weights,
 )
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1
@@ -193,7 +193,7 @@ def allocated_before_a_case():
     """Bytes that belong to no engine: what the case before has left is gone, and CUDA's libraries have theirs."""
     device = torch.device("cuda", torch.cuda.current_device())
     warm_up(device)
-    F.mse_loss(layers_on_gpu(Layers, 1, 16)(vectors(0, 16)[0]), vectors(0, 16)[1]).backward()
+    mse_loss(layers_on_gpu(Layers, 1, 16)(vectors(0, 16)[0]), vectors(0, 16)[1]).backward()
     gc.collect()
     release_sent(device)
     return torch.cuda.memory_allocated()
@@ -229,7 +229,7 @@ def held_bytes_are_the_accounting(stage, options):
     engine = STAGES[stage](model, ADAMW(model.parameters()), **options)
     for step in range(2):
         engine.zero_grad()
-        F.mse_loss(engine(vectors(step)[0]), vectors(step)[1]).backward()
+        mse_loss(engine(vectors(step)[0]), vectors(step)[1]).backward()
         engine.step()
     buckets = engine.buckets if hasattr(engine, "buckets") else engine.units
     updated = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
@@ -255,10 +255,10 @@ def allocators_peak(stage):
         model = layers_on_gpu()
         engine = STAGES[stage](model, ADAMW(model.parameters()))
         for batch in batches[:2]:
-            engine.training_step(*batch, F.mse_loss)
+            engine.training_step(*batch, mse_loss)
         memory.reset_peak()
         torch.cuda.reset_peak_memory_stats()
-        engine.training_step(*batches[2], F.mse_loss)
+        engine.training_step(*batches[2], mse_loss)
         allocated, ledger = torch.cuda.max_memory_allocated() - before, memory.peak
     buckets = engine.buckets if hasattr(engine, "buckets") else engine.units
     # The ledger cannot see workspaces inside kernels, and gloo's copy of a reduce-scatter's input.
@@ -278,7 +278,7 @@ def a_gather_allocates_what_the_ledger_sees(stage, options):
     with MemoryLedger() as memory:
         model = layers_on_gpu()
         engine = STAGES[stage](model, ADAMW(model.parameters()), **options)
-        engine.training_step(*vectors(0), F.mse_loss)
+        engine.training_step(*vectors(0), mse_loss)
         bucket = engine.buckets[0]
         memory.reset_peak()
         torch.cuda.reset_peak_memory_stats()
@@ -295,7 +295,7 @@ def ddp_leaves_nothing():
     """After `release_sent` the allocator has nothing of an engine that is gone, nor of what its collectives sent."""
     device, before = torch.device("cuda", torch.cuda.current_device()), allocated_before_a_case()
     model = DistributedDataParallel(layers_on_gpu(), device_ids=[device], gradient_as_bucket_view=True)
-    F.mse_loss(model(vectors(0)[0]), vectors(0)[1]).backward()
+    mse_loss(model(vectors(0)[0]), vectors(0)[1]).backward()
     assert torch.cuda.memory_allocated() > before
     del model
     gc.collect()
@@ -341,7 +341,7 @@ def slow_or_not(stage, options, cycles=0, steps=4):
     if cycles:
         engine.optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(cycles))
     for step in range(steps):
-        engine.training_step(*vectors(step, 256), F.mse_loss)
+        engine.training_step(*vectors(step, 256), mse_loss)
     return weights_of(engine)
 
 

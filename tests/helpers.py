@@ -212,8 +212,13 @@ def own_batch(step, **options):
     return batch(step, dist.get_rank(), **options)
 
 
+def mse_loss(output, targets):
+    """In the targets' dtype, because torch before 2.13 cannot differentiate a loss of two dtypes."""
+    return nn.functional.mse_loss(output.to(targets.dtype), targets)
+
+
 def mse(model, inputs, targets):
-    return nn.functional.mse_loss(model(inputs), targets)
+    return mse_loss(model(inputs), targets)
 
 
 # One process to compare with.

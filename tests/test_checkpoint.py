@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import EXACT, WORDS, batch, mse, on_every_rank, own_batch, raised_on_every_rank, same, seeded
+from helpers import EXACT, WORDS, batch, mse, mse_loss, on_every_rank, own_batch, raised_on_every_rank, same, seeded
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -126,7 +126,7 @@ def build(stage, seed=0, make_optimizer=ADAMW, groups=groups_of, odd=True, dtype
 
 def train(engine, steps, dtype=torch.float64):
     """Each rank's losses on its own batches."""
-    return [engine.training_step(*own_batch(step, dtype=dtype), nn.functional.mse_loss).item() for step in steps]
+    return [engine.training_step(*own_batch(step, dtype=dtype), mse_loss).item() for step in steps]
 
 
 def state_of(engine):
@@ -340,7 +340,7 @@ def train_on_rank_0s_batches(trained, steps):
             optimizer.step()
             optimizer.zero_grad()
         else:
-            trained.training_step(inputs, targets, nn.functional.mse_loss)
+            trained.training_step(inputs, targets, mse_loss)
 
 
 def torch_run(odd=True, group=None, sharded=False):

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import MOMENTUM, Blocks, Recomputed, mse, own_batch, same, seeded
+from helpers import MOMENTUM, Blocks, Recomputed, mse, mse_loss, own_batch, same, seeded
 from torch import nn
 
 from conformance.pair import Pair
@@ -48,7 +48,7 @@ def test_a_dropped_engine_is_freed(engine, use):
         scaler.scale(mse(trained, *data)).backward()
         scaler.step(trained)
     else:
-        trained.training_step(*data, nn.functional.mse_loss)
+        trained.training_step(*data, mse_loss)
     if use == "between forward and backward":
         mse(trained, *data)
     if use == "after an error":
@@ -71,7 +71,7 @@ def test_a_weight_of_an_engine_that_is_gone_cannot_be_read(engine):
     """The error says where the values went. Printing the model, which debuggers do, works."""
     model = seeded(Blocks)
     trained = engine(model, ADAMW(model.parameters()))
-    trained.training_step(*own_batch(0), nn.functional.mse_loss)
+    trained.training_step(*own_batch(0), mse_loss)
     del trained
     gc.collect()
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(3, 5\) has no values any more, because its engine"):

@@ -18,7 +18,7 @@ MODELS = {make.__name__: make for make in (Blocks, Recomputed, Tied, Twice)}
 
 
 def mse_in_float64(model, inputs, targets):
-    return nn.functional.mse_loss(model(inputs).double(), targets)
+    return nn.functional.mse_loss(model(inputs).double(), targets.double())
 
 
 @pytest.mark.ranks(2, thorough=(1, 4))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Blocks, Frozen, Tied, mse, own_batch, same, seeded
+from helpers import MOMENTUM, Blocks, Frozen, Tied, mse, mse_loss, own_batch, same, seeded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -227,7 +227,7 @@ def test_hooks_on_state_dict_change_no_name_and_no_value(engine, options, hook):
 
     trained, other = build(0), build(4)
     equal(trained.full_state_dict(), seeded(Blocks, dtype=torch.float32).state_dict())
-    trained.training_step(*own_batch(0, dtype=torch.float32), nn.functional.mse_loss)
+    trained.training_step(*own_batch(0, dtype=torch.float32), mse_loss)
     state = trained.full_state_dict()
     other.load_full_state_dict(state)
     equal(other.full_state_dict(), state)

@@ -18,6 +18,7 @@ from helpers import (
     Tiny,
     Twice,
     mse,
+    mse_loss,
     own_batch,
     same,
     seeded,
@@ -200,7 +201,7 @@ def test_training_step_is_the_loop(engine):
     one, other = engine(one, MOMENTUM(one.parameters())), engine(other, MOMENTUM(other.parameters()))
     for step in range(2):
         data = own_batch(step, dtype=dtype)
-        found = one.training_step(*data, nn.functional.mse_loss)
+        found = one.training_step(*data, mse_loss)
         loss = mse(other, *data)
         loss.backward()
         other.step()
@@ -241,9 +242,9 @@ def record_step(build, make, options, silent=False):
     trained = build(model, ADAMW(model.parameters()), **options)
     data = [own_batch(step, dtype=torch.float32) for step in range(3)]
     for inputs, targets in data[:2]:
-        trained.training_step(inputs, targets, nn.functional.mse_loss)
+        trained.training_step(inputs, targets, mse_loss)
     with Recorder(probe=None) as recorder:
-        loss = trained.training_step(*data[2], nn.functional.mse_loss)
+        loss = trained.training_step(*data[2], mse_loss)
     return recorder, loss, build.weights(trained)
 
 
