@@ -1,14 +1,30 @@
 """ZeRO-1: every rank keeps 1/N of the optimizer state.
 
-N processes, called ranks, train one model together. In data-parallel training (DDP) every rank has the whole model and
-its own batch. The ranks average their gradients, so all of them make the same update, and all of them keep the same
-optimizer state: N copies. Under ZeRO-1 a rank owns 1/N of the parameters. It keeps the optimizer state for this part
-only and updates this part only. Then the ranks exchange what they have updated.
+In data-parallel training (DDP) N processes train one model together. Each has the whole model and its own batch. They
+average their gradients, so all of them make the same update, and all of them keep the same optimizer state: N copies.
+Under ZeRO-1 a process owns 1/N of the parameters. It keeps the optimizer state for this part only and updates this part
+only. Then the processes exchange what they have updated.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [########]   [########]   [########]   [########]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
+
+If torch.distributed is new to you: `torchrun --nproc-per-node 2 zero1.py` starts this file twice. Each process is a
+**rank** with its own number (0 and 1), memory and, if there are enough, GPU. `init_process_group` connects all ranks to
+a **process group**. They exchange tensors by **collectives**, calls that every rank of the group must make, in the same
+order:
+
+                     rank 0 and rank 1 have     afterwards they have
+    all-reduce       1 2        3 4             4 6        4 6        the whole sum, on every rank
+    reduce-scatter   1 2        3 4             4          6          each rank its own shard of the sum
+    all-gather       1          2               1 2        1 2        the shards of all ranks, on every rank
+    broadcast        1 2        3 4             1 2        1 2        what rank 0 has
+
+An all-reduce is a reduce-scatter and then an all-gather of the sum, so it sends twice as much as one of them. With
+`async_op=True` a collective only starts, and returns a `work`, so that the rank can compute meanwhile. `work.wait()`
+makes its result usable. On a CPU, Python waits there until the data has come. On a GPU, Python goes on, and only the
+GPU waits: the kernels queued after the wait run after the collective.
 
 One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two weights:
 
@@ -19,17 +35,20 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
     4 update                     0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6      the other half is stale
     5 gather                     0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6      one all-gather
 
-All chapters number the steps like this. Run it: torchrun --nproc-per-node 2 zero1.py
-Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_1`.
+All chapters number the steps like this. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple
+GPUs: ZeRO & FSDP", class `ZeRO_1`.
 """
 
+import argparse
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function  # names a step in profiles; computes nothing
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function  # names a part of the step in profiles; computes nothing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch 2.13 renamed this collective. Every rank sends one shard and receives all of them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,32 +57,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class ZeRO1:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state.
 
-    optimizer   a torch optimizer over the model's parameters, with one parameter group. From here on it updates this
-                rank's shards, which take the parameters' place in its group. Schedulers keep working. (The article
-                builds the optimizer over the shards. Here it is yours, so its options can follow the real parameters.)
-    bucket_mb   see `group_by_size`
+    optimizer   a torch optimizer over the model's parameters. From here on it updates this rank's shards, which take
+                the parameters' place in its group. A learning-rate scheduler on it keeps working.
+    bucket_mb   the size of a bucket in MiB, see `group_by_size`
     group       the process group, by default all ranks
 
-    In your own loop: `loss_fn(engine(x), y).backward()`, `engine.step()`, `engine.zero_grad()`, on all ranks. Several
-    backwards before a step add up.
-
-    Trains        any model on one device: tied, frozen, recomputed, of several dtypes, with evaluations in between. An
-                  unused parameter has a gradient of zero, so AdamW still decays it. Batches must have the same size on
-                  all ranks, because the mean over ranks is the mean over samples only then.
-    Raises        in `check`, before anything is sent. In `step()`, for a `param.grad` that is no longer the one made
-                  here (`model.zero_grad()`, `param.grad = None`, `backward(create_graph=True)`), and after
-                  `optimizer.zero_grad()`. In `optimizer.step()`, called by you or by a GradScaler, before the gradients
-                  are reduced.
-    Not detected  - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build, or written to by
-                    the forward itself (`Embedding(max_norm=...)`, on each rank for its own batch).
-                  - A model that differs between ranks, or a rank that does not call `step()`: the others wait.
-                  - torch's `clip_grad_norm_`: it clips by the norm of this rank's local gradients.
-                  - `optimizer.zero_grad(set_to_none=False)`, which clears a part of the gradients.
-                  - After your own `reduce_gradients()`: another backward, which is not reduced any more, and
-                    `optimizer.step()`, which does not gather the new weights.
-                  - Optimizers that look at whole tensors (LAMB, 8-bit states chosen by size): they see flat shards.
-                  - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
-                  - A second stage over the same model. A copy or a pickle of the stage.
+    On all ranks: `loss_fn(engine(x), y).backward()`, then `engine.step()`, then `engine.zero_grad()`. Several backwards
+    before a step add up. To clip, call `engine.reduce_gradients()` first: then every rank has the whole mean in
+    `param.grad`, and `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -72,37 +73,10 @@ class ZeRO1:
         self.group = group
         self.check()
         self.world_size = dist.get_world_size(group)
-        self.reduced = False  # True from step 3 to the end of `step()`
-        self.cleared = True  # True from `zero_grad()` to step 3
         with record_function("step 0 partition"), torch.no_grad():
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
         self.zero_grad()
-
-    def check(self):
-        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
-        check_model(self.model, self.group)
-        check_optimizer(self.model, self.optimizer)
-
-    def partition(self, bucket_mb):
-        """Step 0: decide which rank owns what."""
-        self.broadcast_untrained()
-        buckets = [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
-        for bucket in buckets:
-            bucket.make_gradient()
-        return buckets
-
-    def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
-        broadcast_whole(self.model.parameters(), self.group)
-        broadcast_whole(self.model.buffers(), self.group)
-
-    def make_bucket(self, named_params):
-        return Bucket(named_params, self.group)
-
-    def take_over_optimizer(self):
-        """Step 0: the optimizer gets this rank's shards."""
-        take_over(self.optimizer, self.buckets)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -125,58 +99,69 @@ class ZeRO1:
             self.optimizer.step()  # now this rank's shard of the weights is new, and the others are stale
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
-        self.reduced = False
+        for bucket in self.buckets:
+            bucket.shard.grad = None  # used. A backward before `zero_grad()` adds to it, and then step 3 runs again
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
-        As in the article, every rank receives the whole sum and uses 1/N of it. A reduce-scatter would bring only this
-        part: ZeRO-2 does that. All buckets are started before the first one is waited for. A communicator runs its
-        collectives one after the other in any case. But if each were waited for first, a CPU would queue the next one
-        late, and a GPU could not divide one bucket while the next one travels.
+        An all-reduce brings the whole mean to every rank, although the optimizer uses only 1/N of it. A reduce-scatter
+        would bring only this part, and send half as much: ZeRO-2 does that. What the all-reduce keeps simple is that
+        `param.grad` is afterwards what it is under DDP, so all code that reads or clips gradients still works.
         """
-        if self.reduced:
-            return  # you called it before `step()`, and may have changed the gradients of the shards since then
-        self.check_gradients()  # of all buckets, before anything is sent
+        if self.buckets[0].shard.grad is not None:
+            return  # you called this before `step()`, and may have changed the gradients since
+        check_gradients(self.buckets)  # of all buckets, before anything is sent
+        # All buckets are started before the first one is waited for. The network carries one after the other in any
+        # case. But if each were waited for first, the next one would start late, and nothing could be divided meanwhile.
         works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
-            work.wait()  # on a CPU Python waits here; on a GPU only the kernels queued after this wait
+            work.wait()
             self.finish_reduce(bucket)
-        self.reduced = True
-        self.cleared = False
 
     def start_reduce(self, bucket):
-        return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
+        with record_function(f"send {bucket.name}"):
+            return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
 
     def finish_reduce(self, bucket):
-        bucket.gradient /= self.world_size
-        bucket.shard.grad = bucket.gradient[bucket.own]  # a view, no copy
-
-    def check_gradients(self):
-        """Raise RuntimeError for a gradient that is not in its bucket any more. It would not be sent."""
-        for bucket in self.buckets:
-            for name, param, grad in zip(bucket.names, bucket.params, bucket.grads):
-                if param.grad is not grad:
-                    raise RuntimeError(
-                        f"param.grad of {name!r} was replaced, so its gradient is not in the bucket. Change gradients "
-                        "in place, clear them with zero_grad() of this stage and not of the model, and call backward() "
-                        "without create_graph=True. Call zero_grad() of this stage now, then run forward again"
-                    )
-            if bucket.shard.grad is None and not self.cleared:
-                raise RuntimeError(
-                    "optimizer.zero_grad() cleared this rank's shard only, so the gradients of the last step are still "
-                    "in the buckets. Call zero_grad() of this stage instead"
-                )
+        with record_function(f"receive {bucket.name}"):
+            bucket.gradient /= self.world_size
+            bucket.shard.grad = bucket.gradient[bucket.own]  # a view, no copy
 
     def zero_grad(self):
         """Clear all gradients, after `step()`."""
-        self.reduced = False
-        self.cleared = True
         for bucket in self.buckets:
             bucket.gradient.zero_()
             bucket.shard.grad = None  # until step 3 there is no mean
             for param, grad in zip(bucket.params, bucket.grads):
                 param.grad = grad  # again, in case somebody has replaced it
+
+    # Step 0. The short methods are moments that the engines in zerolab/engine change, so each has a name.
+
+    def check(self):
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
+    def partition(self, bucket_mb):
+        """Step 0: decide which rank owns what."""
+        self.broadcast_untrained()
+        runs = group_by_size(self.model, bucket_mb)
+        buckets = [self.make_bucket(f"bucket {index}", run) for index, run in enumerate(runs)]
+        for bucket in buckets:
+            bucket.make_gradient()
+        return buckets
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
+
+    def make_bucket(self, name, named_params):
+        return Bucket(name, named_params, self.group)
+
+    def take_over_optimizer(self):
+        take_over(self.optimizer, self.buckets)
+        self.optimizer.zero_grad = refuse_zero_grad
 
 
 class Bucket:
@@ -197,15 +182,26 @@ class Bucket:
     flat        (numel,)        its own; every weight is a view of it              always (in ZeRO-3: while gathered)
     shard       (shard_numel,)  a view of `flat` (in ZeRO-3: its own)              always
     gradient    (numel,)        its own; every `param.grad` is a view of it        always, in ZeRO-1 only
-    shard.grad  (shard_numel,)  a view of `gradient` (in ZeRO-2 and -3: its own)   from step 3 to `zero_grad()`
+    shard.grad  (shard_numel,)  a view of `gradient` (in ZeRO-2 and -3: its own)   from step 3 to the end of `step()`
+                                                                                   (in ZeRO-2 and -3: to `zero_grad()`)
     """
 
-    def __init__(self, named_params, group):
+    def __init__(self, name, named_params, group):
+        self.name = name  # for profiles
         self.names, self.params = zip(*named_params)  # all of one dtype
         self.group = group
         self.world_size = dist.get_world_size(group)
+        self.assign_places()
+        start = dist.get_rank(group) * self.shard_numel
+        self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
+        self.flat = self.flatten()
+        self.shard = self.make_shard()
+        self.gradient = None  # ZeRO-2 and -3 do not have this buffer; see `make_gradient`
+
+    def assign_places(self):
+        """Step 0: where each parameter begins in `flat`, and how large `flat` and its shards are, in elements."""
         align = self.alignment()
-        self.offsets = []  # where each parameter begins in `flat`
+        self.offsets = []
         end = 0
         for param in self.params:
             self.offsets.append(end)
@@ -213,12 +209,6 @@ class Bucket:
         largest = -(-max(end, 1) // self.world_size)  # end / N, rounded up, and never empty
         self.shard_numel = round_up(largest, align)
         self.numel = self.shard_numel * self.world_size
-        start = dist.get_rank(group) * self.shard_numel
-        self.own = slice(start, start + self.shard_numel)  # this rank's part of a whole buffer
-        self.flat = self.flatten()
-        self.shard = self.make_shard().requires_grad_(self.params[0].requires_grad)
-        self.gradient = None  # ZeRO-1: see `make_gradient`
-        self.missing = set()  # ZeRO-2 and -3: parameters whose gradient this backward has not produced yet
 
     def alignment(self):
         """16 bytes, on a GPU 256, in elements. Kernels may round differently on memory that is not aligned.
@@ -233,22 +223,26 @@ class Bucket:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
         flat = self.lay_out(self.params, self.params[0].dtype)
         for index, param in enumerate(self.params):
-            # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Autograd does
-            # not notice these writes, because `param.data = ...` keeps the parameter's own version counter.
+            # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Each tensor
+            # has a version, which autograd compares in backward to detect a weight that was changed after forward.
+            # `param.data = ...` keeps the parameter's own version, so writing to `flat`, as a gather does, is not
+            # noticed. (With `nn.Parameter(view)` the two would share one, and each gather would look like a change.)
             param.data = self.place(flat, index)
         broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
 
     def lay_out(self, tensors, dtype):
-        """A new whole buffer (numel,): the given tensors, one per parameter, in their places, and zeros between."""
-        flat = torch.zeros(self.numel, dtype=dtype, device=self.params[0].device)
+        """A new whole buffer (numel,): the given tensors, one per parameter, in their places, and zeros as padding."""
+        flat = torch.empty(self.numel, dtype=dtype, device=self.params[0].device)
+        next_offsets = [*self.offsets[1:], self.numel]
         for index, tensor in enumerate(tensors):
             self.place(flat, index).copy_(tensor)
+            flat[self.offsets[index] + tensor.numel() : next_offsets[index]].zero_()
         return flat
 
     def make_shard(self):
-        """This rank's part of `flat`, which the optimizer updates. It is a leaf, because optimizers require leaves."""
-        return self.flat[self.own].detach()
+        """Step 0: this rank's part of `flat`, which the optimizer updates."""
+        return self.flat[self.own]
 
     def place(self, flat, index):
         """The place of one parameter in a whole buffer (numel,): a view in the parameter's shape."""
@@ -267,68 +261,31 @@ class Bucket:
 
     def gather(self):
         """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work, to wait for."""
-        return all_gather(
-            self.flat,  # receives all shards
-            self.shard.detach(),  # is sent; in ZeRO-1 and -2 from its own place in `flat`
-            group=self.group,
-            async_op=True,
-        )
+        with record_function(f"gather {self.name}"):
+            return all_gather(
+                self.flat,  # receives all shards
+                self.shard,  # is sent; in ZeRO-1 and -2 from its own place in `flat`
+                group=self.group,
+                async_op=True,
+            )
 
 
-def check_model(model, group):
-    """Raise an error if a stage cannot train the model here."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError("the model is wrapped in DistributedDataParallel, which averages gradients, too: remove DDP")
-    devices = {param.device for param in model.parameters()}
-    if len(devices) > 1 or any(device.type == "meta" for device in devices):
-        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
-
-
-def check_optimizer(model, optimizer, several_groups=False):
-    """Raise an error if the optimizer does not fit the model, or cannot work on flat shards."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
-    if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
-        raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
-    if len(optimizer.param_groups) > 1 and not several_groups:
-        raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
-        )
-    in_optimizer = {param for param_group in optimizer.param_groups for param in param_group["params"]}
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if not trained:
-        raise ValueError("no parameter requires a gradient: nothing to train. A frozen model needs no stage around it")
-    left_out = [name for name, param in trained.items() if param not in in_optimizer]
-    if left_out:
-        raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
-    foreign = in_optimizer - set(model.parameters())
-    if foreign:
-        raise ValueError(f"{len(foreign)} of the optimizer's parameters are not the model's: use model.parameters()")
-    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
-        raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
-
-
-def broadcast_whole(tensors, group):
-    """Send rank 0's values of tensors that are not trained to all ranks."""
-    for tensor in tensors:
-        if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
-            whole = tensor.contiguous()  # a collective needs memory without gaps
-            as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
-            dist.broadcast(as_bytes, group_src=0, group=group)
-            if whole is not tensor:
-                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
+def gather_parameters(buckets):
+    """Step 5: all buckets are started before the first one is waited for."""
+    works = [bucket.gather() for bucket in buckets]
+    for bucket, work in zip(buckets, works):
+        work.wait()
+        # Autograd cannot notice that these weights changed (see `flatten`). This makes it notice: a backward through a
+        # forward of before this step raises an error, as in plain PyTorch, and does not mix old and new weights.
+        increment_version(bucket.params)
 
 
 def group_by_size(model, bucket_mb):
     """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one larger parameter. A run fills a bucket.
 
     A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on, a bucket is sent while backward computes
-    the next one, so there are several: the default is a sixth of the model, between 1 and 25 MiB. With 0 every
-    parameter has its own bucket.
+    the next one, so there must be several. The default is 1/6 of the model's bytes, at least 1 MiB and at most 25 MiB.
+    With 0 every parameter has its own bucket.
     """
     trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
     if bucket_mb is None:
@@ -347,39 +304,86 @@ def group_by_size(model, bucket_mb):
     return runs
 
 
+def broadcast_whole(tensors, group):
+    """Step 0: every rank gets rank 0's values of these tensors, except of those that require a gradient.
+
+    The trained parameters are skipped because they are sent later, bucket by bucket, as `flat`.
+    """
+    for tensor in tensors:
+        if not tensor.requires_grad and tensor.layout is torch.strided:  # each rank keeps its own sparse buffers
+            whole = tensor.contiguous()  # a collective needs memory without gaps
+            as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
+            dist.broadcast(as_bytes, group_src=0, group=group)
+            if whole is not tensor:
+                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
+
+
 def take_over(optimizer, buckets):
-    """Step 0: the shards take the parameters' place in the optimizer's group."""
+    """Step 0: the shards take the parameters' place in the optimizer's group. All options of the group stay."""
     (param_group,) = optimizer.param_groups
-    before = dict(optimizer.state)  # empty, except for Adagrad, which creates its state in its constructor
-    optimizer.state.clear()  # else the state of whole parameters would stay alive
-    for bucket in buckets:
-        for key in before.get(bucket.params[0], {}):
-            values = [before[param][key] for param in bucket.params]
-            if key != "step":  # one value per element, so it is laid out and cut like the parameters
-                optimizer.state[bucket.shard][key] = bucket.lay_out(values, values[0].dtype)[bucket.own].clone()
-            else:
-                optimizer.state[bucket.shard][key] = values[0]
     param_group["params"][:] = [bucket.shard for bucket in buckets]
     param_group.pop("param_names", None)  # there if the optimizer was built over named_parameters()
     optimizer.register_step_pre_hook(refuse_early_step)
 
 
-def refuse_early_step(optimizer, args, kwargs):
-    """torch calls this before each `optimizer.step()`, which would skip shards that have no gradient yet."""
-    for param_group in optimizer.param_groups:
-        if any(shard.grad is None for shard in param_group["params"]):
-            raise RuntimeError("optimizer.step() was called before the gradients were reduced: call engine.step()")
-
-
-def gather_parameters(buckets):
-    """Step 5: all buckets are started before the first one is waited for."""
-    works = [bucket.gather() for bucket in buckets]
-    for work in works:
-        work.wait()
-
-
 def round_up(number, multiple):
     return -(-number // multiple) * multiple
+
+
+# The demo: the same for all three chapters.
+
+
+class Model(nn.Module):
+    """Reads 16 characters, and scores each character as the next one: (batch, 16) -> (batch, 256)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.norm = nn.LayerNorm(256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False), nn.GELU()) for _ in range(6))
+        self.head = nn.Linear(256, 256, bias=False)
+
+    def forward(self, characters):
+        x = self.norm(self.embedding(characters).flatten(1))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Meter(TorchDispatchMode):
+    """While it is active, torch calls it for every operation. It looks at the memory, and can print what happens."""
+
+    def __init__(self, engine, trace):
+        super().__init__()
+        self.engine = engine
+        self.trace = trace
+        self.labels = []  # the open `record_function` labels
+        self.most_parameters = self.most_gradients = 0  # bytes of whole ones, at any operation so far
+        self.at_update = {}  # the bytes that this rank holds while the optimizer updates its shards
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        params = list(self.engine.model.parameters())
+        sent = getattr(self.engine, "in_flight", None)  # from ZeRO-2 on: whole gradients that are being sent
+        parameters = held(params)
+        gradients = held([*(param.grad for param in params), sent and sent.gradient])
+        self.most_parameters = max(self.most_parameters, parameters)
+        self.most_gradients = max(self.most_gradients, gradients)
+        if function is torch.ops.profiler._record_function_enter_new.default:
+            self.labels.append(args[0])
+            if self.trace and args[0].startswith("step") and len(self.labels) == 1:
+                print(args[0])
+        if function is torch.ops.profiler._record_function_exit._RecordFunction and self.labels:
+            label = self.labels.pop()
+            if self.trace and label.startswith(("send", "receive", "gather", "free")):
+                print(f"    {label:20} whole: {parameters:9,} B of parameters, {gradients:9,} B of gradients")
+            if label == "step 4 update the shard":
+                tensors = params + self.engine.optimizer.param_groups[0]["params"]
+                state = [value for values in self.engine.optimizer.state.values() for value in values.values()]
+                self.at_update["parameters"] = held(tensors)
+                self.at_update["gradients"] = held(tensor.grad for tensor in tensors)
+                self.at_update["optimizer state"] = held(state)
+        return result
 
 
 def held(tensors):
@@ -391,10 +395,20 @@ def held(tensors):
     return sum(storages.values())
 
 
-def main(stage):
-    """Train a small model to predict the next character of zero1.py, and print what each rank holds."""
+def main(stage, **options):
+    """Train a small model to predict the next character of zero1.py. Print its losses and what each rank holds.
+
+    stage     the class of the chapter
+    options   its arguments, with their defaults here. Each can be changed on the command line.
+    """
+    chapter = f"{stage.__name__.lower()}.py"
+    parser = argparse.ArgumentParser(usage=f"torchrun --nproc-per-node 2 {chapter} [options]")
+    parser.add_argument("--trace", action="store_true", help="print the events of the last step of rank 0, in order")
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="see the class")
+    arguments = vars(parser.parse_args())
     if "RANK" not in os.environ:
-        raise SystemExit(f"started without torchrun. Run: torchrun --nproc-per-node 2 {stage.__name__.lower()}.py")
+        raise SystemExit(f"started without torchrun. Run: torchrun --nproc-per-node 2 {chapter}")
     local_rank = int(os.environ["LOCAL_RANK"])
     gpus = torch.cuda.device_count()
     backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"  # over gloo ranks can share a GPU
@@ -406,40 +420,177 @@ def main(stage):
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
     torch.manual_seed(0)
-    hidden = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
-    model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), *hidden, nn.Linear(256, 256)).to(device)
+    model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = stage(model, optimizer)
+    engine = stage(model, optimizer, **{name: arguments[name] for name in options})
     draws = torch.Generator().manual_seed(rank)  # every rank has its own batches
-    for step in range(1, 201):
+
+    def train_one_step():
         starts = torch.randint(len(text) - 16, (64,), generator=draws).to(device)
         windows = text[starts[:, None] + torch.arange(17, device=device)]  # 16 characters and the next one
-        loss = nn.functional.cross_entropy(engine(windows[:, :16]), windows[:, 16])
-        loss.backward()
-        engine.step()
-        shards = optimizer.param_groups[0]["params"]
-        parameters = held([*model.parameters(), *shards])
-        gradients = held(tensor.grad for tensor in [*model.parameters(), *shards])
-        engine.zero_grad()
-        if rank == 0 and step in (1, 10, 50, 100, 150, 200):
+        return engine.training_step(windows[:, :16], windows[:, 16], nn.functional.cross_entropy)
+
+    for step in range(1, 200):
+        loss = train_one_step()
+        if rank == 0 and step in (1, 10, 50, 100, 150):
             print(f"step {step:3}: loss {loss.item():.3f} on the batch of rank 0")
-    state = held(value for values in optimizer.state.values() for value in values.values())
-    print(
-        f"{stage.__name__}, rank {rank} of {engine.world_size}: holds {parameters / 1e6:.2f} MB of parameters, "
-        f"{gradients / 1e6:.2f} MB of gradients, {state / 1e6:.2f} MB of optimizer state"
-    )
+
+    with Meter(engine, trace=arguments["trace"] and rank == 0) as meter:
+        loss = train_one_step()
+    if rank == 0:
+        print(f"step 200: loss {loss.item():.3f} on the batch of rank 0", flush=True)
+    held_then = ", ".join(f"{nbytes / 1e6:.2f} MB of {name}" for name, nbytes in meter.at_update.items())
+    for turn in range(engine.world_size):  # one rank after the other, so that the lines do not mix
+        dist.barrier()
+        if turn == rank:
+            print(
+                f"{stage.__name__}, rank {rank} of {engine.world_size}\n"
+                f"    held at the update:            {held_then}\n"
+                f"    most at any moment of a step:  {meter.most_parameters / 1e6:.2f} MB of whole parameters, "
+                f"{meter.most_gradients / 1e6:.2f} MB of whole gradients",
+                flush=True,
+            )
     dist.barrier()  # else a rank that leaves early can abort the others
     dist.destroy_process_group()
 
 
-# Without this line, that happens
+# What a stage refuses.
+
+
+def check_model(model, group):
+    """Raise an error if a stage cannot train the model here. Called on all ranks, before anything is sent."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise TypeError(
+                f"the model is wrapped in {type(module).__name__}, which reduces gradients too: pass the model without it"
+            )
+    for name, param in model.named_parameters():
+        if hasattr(param, "placements"):  # a DTensor, as `fully_shard` and tensor parallelism make them
+            raise TypeError(f"parameter {name!r} is a DTensor, so it is sharded already: pass the plain model")
+    devices = {param.device for param in model.parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
+
+
+def check_optimizer(model, optimizer):
+    """Raise an error if the optimizer does not fit the model, or cannot work on flat shards."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
+    if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
+        raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
+    if len(optimizer.param_groups) > 1:
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
+        )
+    if optimizer.state:
+        raise ValueError(
+            f"the {type(optimizer).__name__} has state for whole parameters already. If it has made steps, build a new "
+            "one over the model's parameters. If its constructor makes the state, as Adagrad's does, use an engine"
+        )
+    check_parameters(model, optimizer)
+
+
+def check_parameters(model, optimizer):
+    """Raise ValueError unless the optimizer has all trained parameters of the model, and no other ones."""
+    in_optimizer = {param for param_group in optimizer.param_groups for param in param_group["params"]}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not trained:
+        raise ValueError("no parameter requires a gradient: nothing to train. A frozen model needs no stage around it")
+    left_out = [name for name, param in trained.items() if param not in in_optimizer]
+    if left_out:
+        raise ValueError(f"not in the optimizer: {left_out}. Give it model.parameters(), or freeze these parameters")
+    foreign = in_optimizer - set(model.parameters())
+    if foreign:
+        raise ValueError(f"{len(foreign)} of the optimizer's parameters are not the model's: use model.parameters()")
+
+
+def check_gradients(buckets):
+    """Raise RuntimeError for a gradient that is not in its bucket any more, because it would not be sent."""
+    for bucket in buckets:
+        for name, param, grad in zip(bucket.names, bucket.params, bucket.grads):
+            if param.grad is not grad:
+                raise RuntimeError(
+                    f"param.grad of {name!r} was replaced, so its gradient is not in the bucket. Change gradients in "
+                    "place, clear them with zero_grad() of this stage and not of the model, and call backward() without "
+                    "create_graph=True. Call zero_grad() of this stage now, then run forward again"
+                )
+
+
+def refuse_early_step(optimizer, args, kwargs):
+    """torch calls this before each `optimizer.step()`, which would skip shards that have no gradient yet."""
+    for param_group in optimizer.param_groups:
+        if any(shard.grad is None for shard in param_group["params"]):
+            raise RuntimeError("optimizer.step() was called before the gradients were reduced: call engine.step()")
+
+
+def refuse_zero_grad(set_to_none=True):
+    """Takes the place of ZeRO-1's `optimizer.zero_grad()`, which would clear the shard and leave `param.grad`."""
+    raise RuntimeError(
+        "optimizer.zero_grad() would clear this rank's shard only, and the gradients of all steps would add up: call "
+        "zero_grad() of this stage"
+    )
+
+
+# What ZeRO-1 trains
 #
-# `gather_parameters` in `step`   each rank goes on with N-1 stale shards; nothing complains, it learns worse
-# `work.wait()`                   the optimizer reads gradients, and forward weights, that are still being written
-# `bucket.gradient /= ...`        gradients are N times too large, which AdamW hides and SGD does not
-# `bucket.gradient.zero_()`       the gradients of all steps add up
-# `check_gradients`               after `model.zero_grad()` autograd makes new gradients, and none is ever sent
-# `broadcast_whole` in `flatten`  each rank trains its own model, with the mean of gradients of different models
+# - Any model on one device: tied, frozen, recomputed, of several dtypes, with evaluations in between.
+# - Parameters that are not used: their gradient is zero, so AdamW still decays them.
+# - Batches of the same size on all ranks, because only then the mean over ranks is the mean over samples.
+#
+# What it raises
+#
+# - At the build, on all ranks and before anything is sent: what `check_model` and `check_optimizer` refuse.
+# - In `step()`: a `param.grad` that is not the one made here any more. `model.zero_grad()`, `param.grad = None` and
+#   `backward(create_graph=True)` replace it.
+# - In `optimizer.step()`, called by you or by a GradScaler: gradients that are not reduced yet.
+# - In `optimizer.zero_grad()`: use `zero_grad()` of the stage.
+# - In backward: a graph of before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
+#
+# What it does not detect
+#
+# - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build: they are not trained any more.
+# - A forward that writes to weights, such as `Embedding(max_norm=...)`: each rank writes for its own batch, and the next
+#   step 5 overwrites what is not in this rank's shard.
+# - A model that differs between ranks, or a rank that does not call `step()`: the others wait for it.
+# - torch's `clip_grad_norm_` before `reduce_gradients()`: it clips by the norm of this rank's local gradients.
+# - A backward after your own `reduce_gradients()`: it is not reduced any more.
+# - `optimizer.step()` after your own `reduce_gradients()`: it does not gather the new weights.
+# - A backward that raised an error, and is called again without `zero_grad()`: its first gradients count twice.
+# - Optimizers that look at whole tensors under other names (LAMB, 8-bit states): they see flat shards.
+# - An optimizer that exchanges weights itself (`optimizer.eval()` of a schedule-free one): only the shard changes.
+# - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
+# - A second stage over the same model. A copy or a pickle of the stage.
+#
+# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+#
+# `ZeRO1.step`              `gather_parameters(self.buckets)`   wrong in silence: each rank keeps N-1 stale shards
+# `ZeRO1.step`              `bucket.shard.grad = None`          nothing, as long as you call `zero_grad()`. If you leave
+#                                                               it out to add up two steps, the second is not reduced
+# `ZeRO1.reduce_gradients`  `work.wait()`                       wrong in silence: the optimizer reads gradients that
+#                                                               the collective is still writing
+# `ZeRO1.reduce_gradients`  `check_gradients(self.buckets)`     wrong in silence after `model.zero_grad()`: autograd
+#                                                               makes new gradients outside of the bucket, none is
+#                                                               sent, and the mean of the first step is used forever
+# `ZeRO1.finish_reduce`     `bucket.gradient /= ...`            wrong in silence: gradients are N times too large. AdamW
+#                                                               hides it, because it divides by their size. SGD does not
+# `ZeRO1.zero_grad`         `bucket.gradient.zero_()`           wrong in silence: the gradients of all steps add up
+# `ZeRO1.zero_grad`         `param.grad = grad`                 an error in the first `step()`: "param.grad of ... was
+#                                                               replaced"
+# `ZeRO1.partition`         `self.broadcast_untrained()`        wrong in silence if ranks begin with different buffers
+#                                                               or frozen weights: they stay different
+# `Bucket.flatten`          `param.data = self.place(...)`      wrong in silence: the buffer is trained, and the model is
+#                                                               not. The loss stays where it was
+# `Bucket.flatten`          `broadcast_whole([flat], ...)`      wrong in silence if ranks begin with different weights:
+#                                                               the first step uses them, and step 5 then makes one
+#                                                               model out of pieces of all
+# `gather_parameters`       `work.wait()`                       wrong in silence: forward reads weights that the
+#                                                               collective is still writing
+# `gather_parameters`       `increment_version(...)`            wrong in silence if a backward uses a graph of before the
+#                                                               last step: it multiplies by the new weights
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -448,10 +599,13 @@ def main(stage):
 #     peak          8Ψ + 8Ψ/N + activations, which forward keeps for backward + one gradient on its way to the bucket
 #     sent          2Ψ all-reduce + Ψ all-gather = 3Ψ per rank and step. DDP sends 2Ψ
 #
-# Everything that is sent has a factor (N-1)/N, which all chapters leave out. The paper claims 2Ψ for this stage
-# (section 7); that takes a reduce-scatter in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts
-# mixed precision. gloo, the library for CPUs, sends more, because its reduce-scatter is an all-reduce.
+# *Held* is what a rank has while step 4 updates the shards, when the activations and buffers of backward are gone. The
+# peak leaves out AdamW's temporary tensors, up to TODO.
+# Everything that is sent has a factor (N-1)/N, which all chapters leave out. An all-reduce sends 2Ψ because it is a
+# reduce-scatter and an all-gather. The paper claims 2Ψ in all for this stage (section 7); that takes a reduce-scatter in
+# place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts mixed precision. gloo, the library for CPUs,
+# sends more, because its reduce-scatter is an all-reduce.
 
 
 if __name__ == "__main__":
-    main(ZeRO1)
+    main(ZeRO1, bucket_mb=0.25)

@@ -16,7 +16,8 @@ run inside step 2. Backward reaches the last layer first, so bucket 0 has the la
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
 
-Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather.
+Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
+all-gather of step 5 together send as much as DDP's all-reduce, which is both of them in one.
 
 Run it: torchrun --nproc-per-node 2 zero2.py
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
@@ -46,20 +47,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments and use are as in `ZeRO1`. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
-
-    Trains        as ZeRO-1, but every trained parameter needs a gradient in every backward, on all ranks alike. An
-                  unused parameter is an error: freeze it before the build.
-    Raises        what `check` raises. In a backward, for a sparse gradient, and for a second gradient of a bucket that
-                  was never completed. In `step()`, for a parameter without a gradient, and for a `param.grad` that came
-                  after its bucket was sent. In `optimizer.step()`, where `engine.step()` was needed.
-    Not detected  What ZeRO-1 does not detect, and
-                  - `param.grad` is None after backward. `param.grad = None` changes nothing, and torch's
-                    `clip_grad_norm_` and loops over `param.grad` find nothing. After `reduce_gradients()` the gradients
-                    are in `optimizer.param_groups[0]["params"]`, this rank's shards.
-                  - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
-                  - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added.
-                  - A GradScaler: each rank would look for infs in its own shards only.
+    Arguments and use are as in `ZeRO1`. Gradients leave `param.grad` during backward. To read or change them, call
+    `engine.reduce_gradients()` before `engine.step()`: then they are in `optimizer.param_groups[0]["params"]`, this
+    rank's shards. To clip by the norm of all of them, add up the squares of all ranks' shards with an all-reduce, as
+    zerolab/engine/clipping.py does. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -77,33 +68,6 @@ class ZeRO2:
         self.watch_gradients()
         self.zero_grad()
 
-    def check(self):
-        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
-        check_model(self.model, self.group)
-        check_optimizer(self.model, self.optimizer)
-
-    def partition(self, bucket_mb):
-        """Step 0: decide which rank owns what."""
-        self.broadcast_untrained()
-        return [self.make_bucket(run) for run in group_by_size(self.model, bucket_mb)]
-
-    def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
-        broadcast_whole(self.model.parameters(), self.group)
-        broadcast_whole(self.model.buffers(), self.group)
-
-    def make_bucket(self, named_params):
-        return Bucket(named_params, self.group)
-
-    def take_over_optimizer(self):
-        """Step 0: the optimizer gets this rank's shards."""
-        take_over(self.optimizer, self.buckets)
-
-    def watch_gradients(self):
-        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
-        for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
-
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
@@ -118,9 +82,13 @@ class ZeRO2:
         return loss.detach()
 
     def on_gradient(self, param):
-        """Inside step 2: `param.grad` is finished."""
+        """Autograd calls this inside step 2: `param.grad` is finished.
+
+        It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
+        autograd first adds up the gradients of all uses. So a bucket is complete when each parameter was here once.
+        """
         if self.turn == len(self.buckets):  # all were sent, so this is the first gradient of another backward
-            # Here, and not right after the last bucket was sent: `step()` still has to check `missing`.
+            # Not earlier, when the last bucket was sent: `missing` would be full again, and `step()` would raise.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -145,28 +113,26 @@ class ZeRO2:
             self.turn += 1
 
     def send(self, bucket):
-        """Step 3, first half: send one bucket. Backward goes on meanwhile."""
-        with record_function("step 3 reduce gradients"):
-            # The previous bucket travelled while backward computed this one. It is received first, which frees its
-            # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
-            # backward waits here where the network is slower than the computation. DDP keeps all buckets in flight.
-            self.receive()
+        """Step 3, first half: send one bucket. Backward continues meanwhile."""
+        # The previous bucket travelled while backward computed this one. It is received first, which frees its
+        # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
+        # backward waits here if the network is slower than the computation. DDP keeps all buckets in flight.
+        self.receive()
+        with record_function("step 3 reduce gradients"), record_function(f"send {bucket.name}"):
             self.in_flight = self.make_reduction(bucket)
             self.in_flight.start()
-
-    def make_reduction(self, bucket):
-        return Reduction(bucket)
 
     def receive(self):
         """Step 3, second half: receive the bucket in flight, if there is one."""
         if self.in_flight is not None:
-            self.in_flight.finish()
-            self.in_flight = None  # drops its buffers
+            name = self.in_flight.bucket.name
+            with record_function("step 3 reduce gradients"), record_function(f"receive {name}"):
+                self.in_flight.finish()
+                self.in_flight = None  # frees the whole gradients (on a GPU: for kernels that are queued from here on)
 
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
-        with record_function("step 3 reduce gradients"):
-            self.reduce_gradients()
+        self.reduce_gradients()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):
@@ -189,46 +155,78 @@ class ZeRO2:
             for param in bucket.params:
                 param.grad = None
 
+    # Step 0, and short methods that the engines in zerolab/engine change.
+
+    def check(self):
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
+    def partition(self, bucket_mb):
+        """Step 0: decide which rank owns what."""
+        self.broadcast_untrained()
+        runs = group_by_size(self.model, bucket_mb)
+        return [self.make_bucket(f"bucket {index}", run) for index, run in enumerate(runs)]
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
+
+    def make_bucket(self, name, named_params):
+        return Bucket(name, named_params, self.group)
+
+    def take_over_optimizer(self):
+        take_over(self.optimizer, self.buckets)
+
+    def watch_gradients(self):
+        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
+
+    def make_reduction(self, bucket):
+        return Reduction(bucket)
+
 
 class Reduction:
     """One bucket's gradients on their way: every rank sends its whole gradients and receives its shard of the mean.
 
-    Between `start` and `finish` nobody may write to `flat`, because the collective still reads it.
+    Between `start` and `finish` nobody may write to `gradient`, because the collective still reads it.
 
-    tensor  shape           memory   lives
-    flat    (numel,)        its own  until `finish`: the whole gradients of this rank, and zeros as padding
-    shard   (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or is added to it
+    tensor          shape           memory   lives
+    gradient        (numel,)        its own  until it is received: the whole gradients of this rank, zeros as padding
+    shard_gradient  (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or is added to it
     """
 
     def __init__(self, bucket):
         self.bucket = bucket
-        self.flat = self.lay_out_gradients()
-        self.shard = self.flat.new_empty(bucket.shard_numel)
+        self.gradient = self.lay_out_gradients()
+        self.shard_gradient = self.gradient.new_empty(bucket.shard_numel)
         self.work = None
 
-    def lay_out_gradients(self):
-        return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
-
     def start(self):
-        """Send. Backward goes on meanwhile."""
-        self.work = reduce_scatter(self.shard, self.flat, group=self.bucket.group, async_op=True)
+        """Send. Backward continues meanwhile."""
+        self.work = reduce_scatter(self.shard_gradient, self.gradient, group=self.bucket.group, async_op=True)
 
     def finish(self):
         """Receive: this rank's part of the mean becomes the gradient of the shard."""
         self.work.wait()
-        self.flat = None  # frees the whole gradients. (On a GPU: for the kernels that are queued from here on.)
         self.average()
         self.deliver()
 
+    # Short methods that the engines change.
+
+    def lay_out_gradients(self):
+        return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
+
     def average(self):
-        self.shard /= self.bucket.world_size  # and not ReduceOp.AVG, which is wrong in older versions of gloo
+        self.shard_gradient /= self.bucket.world_size  # and not ReduceOp.AVG, which is wrong in older versions of gloo
 
     def deliver(self):
         shard = self.bucket.shard
         if shard.grad is None:
-            shard.grad = self.shard
+            shard.grad = self.shard_gradient
         else:
-            shard.grad += self.shard  # of a later backward before the same step
+            shard.grad += self.shard_gradient  # of a later backward before the same step
 
 
 def take_gradients(bucket):
@@ -237,8 +235,30 @@ def take_gradients(bucket):
     One at a time, so that each is freed as soon as it is copied to its place.
     """
     for param in bucket.params:
-        gradient, param.grad = param.grad, None
+        gradient = param.grad
+        param.grad = None
         yield gradient
+
+
+def weak_hook(method, *objects):
+    """A hook that calls `method(*objects, ...)` for as long as they live.
+
+    torch keeps some hooks in C++, where Python's garbage collector cannot look: those on gradients, on tensors and on
+    saved tensors. If such a hook held the stage, which holds the model, which has the hook, none of them would ever be
+    freed.
+    """
+    method = weakref.WeakMethod(method)
+    objects = [weakref.ref(each) for each in objects]
+
+    def hook(*args):
+        living = method()
+        if living is not None:
+            return living(*[each() for each in objects], *args)
+
+    return hook
+
+
+# What ZeRO-2 refuses, besides what chapter 1 refuses.
 
 
 def check_gradient(bucket, param):
@@ -274,30 +294,59 @@ def check_complete(buckets):
         )
 
 
-def weak_hook(method, *objects):
-    """A hook that calls `method(*objects, ...)` for as long as they live.
-
-    torch keeps hooks in C++, where Python's garbage collector cannot look. A hook that held the stage, which holds the
-    model, which has the hook, would keep all of them alive forever.
-    """
-    method = weakref.WeakMethod(method)
-    objects = [weakref.ref(each) for each in objects]
-
-    def hook(*args):
-        living = method()
-        if living is not None:
-            return living(*[each() for each in objects], *args)
-
-    return hook
-
-
-# Without this line, that happens
+# What ZeRO-2 trains
 #
-# `bucket.missing.remove`     nobody knows when a bucket is complete
-# `self.turn`                 ranks that finish gradients in different orders add up different buckets
-# `param.grad = None`         all gradients stay whole until `zero_grad()`
-# `self.receive()` in `send`  all buckets are in flight at the end of backward, each with its whole gradients
-# `weak_hook`                 a stage that was dropped stays in memory, and its model with it
+# - What ZeRO-1 trains, but every trained parameter needs a gradient in every backward, on all ranks alike. Freeze an
+#   unused parameter before the build.
+#
+# What it raises
+#
+# - At the build: what ZeRO-1 raises.
+# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed.
+# - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
+# - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
+# - In backward: a graph of before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
+#
+# What it does not detect, besides what ZeRO-1 does not detect
+#
+# - Code that reads or clears `param.grad`, which is None after backward: torch's `clip_grad_norm_` and loops over
+#   `param.grad` find nothing, and `param.grad = None` clears nothing.
+# - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`), registered after the build: it runs
+#   after the stage's, when `param.grad` may be None already. Registered before the build it sees the local gradient.
+# - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
+# - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added. After `step()` it clears
+#   all gradients, as in plain PyTorch.
+# - A GradScaler: each rank would look for infs in its own shards only.
+#
+# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+#
+# `ZeRO2.on_gradient`       `self.expect_gradients()`       an error in the second backward before a step: "a second
+#                                                           gradient of ... came before its bucket was complete"
+# `ZeRO2.on_gradient`       `bucket.missing.remove(param)`  an error in `step()`: "no gradient for ...". No bucket is
+#                                                           ever complete, so none is sent
+# `ZeRO2.on_gradient`       `self.send_complete()`          an error in `step()`: "param.grad of ... was set after the
+#                                                           gradients were sent". None was sent, and all are whole
+# `ZeRO2.send_complete`     `self.turn += 1`                an error in backward: the same bucket is sent again, and has
+#                                                           no gradients any more
+# `ZeRO2.send`              `self.receive()`                an error in `step()`: "optimizer.step() was called before
+#                                                           the gradients were reduced". Only the last bucket is received
+# `ZeRO2.receive`           `self.in_flight.finish()`       the same error. Nothing is received
+# `ZeRO2.reduce_gradients`  `self.receive()`                the same error. The last bucket is still in flight
+# `ZeRO2.zero_grad`         `self.receive()`                wrong in silence after a backward that raised an error: the
+#                                                           bucket that it sent is added to the next step
+# `ZeRO2.zero_grad`         `bucket.shard.grad = None`      wrong in silence: the gradients of all steps add up
+# `ZeRO2.step`              `gather_parameters(...)`        wrong in silence: each rank keeps N-1 stale shards
+# `Reduction.finish`        `self.work.wait()`              wrong in silence: the optimizer reads what the collective has
+#                                                           not written yet
+# `Reduction.finish`        `self.average()`                wrong in silence: gradients are N times too large
+# `take_gradients`          `param.grad = None`             an error in `step()`: "param.grad of ... was set after the
+#                                                           gradients were sent". Until then all gradients stay whole
+# `weak_hook`               the weak references             more memory: a stage that was dropped is never freed, and
+#                                                           neither is its model
+#
+# And a change: if `on_gradient` sent a complete bucket at once (`if not bucket.missing: self.send(bucket)` in place of
+# `self.send_complete()`), ranks that finish gradients in different orders would add up different buckets, in silence if
+# these have the same size.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -306,14 +355,13 @@ def weak_hook(method, *objects):
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
 # Just before the last bucket is sent, two have whole gradients: the one that backward has just finished, and the one in
-# flight. The first of them has no gradient shard yet, so B/N is subtracted. Smaller buckets mean a lower peak and more
-# collectives. (On CPUs the peak is B higher, because gloo copies the bucket that it reduces.) Activations are largest
-# early in backward, when there are hardly any gradients yet. So the peak of both together usually comes early, and is
-# less than the sum of their peaks.
+# flight. The one just finished has no gradient shard yet, so B/N is subtracted. TODO
+# Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are
+# hardly any gradients yet. So the peak of both together usually comes early, and is less than the sum of their peaks.
 #
-# ZeRO-2 sends less than the ZeRO-1 of chapter 1, because an all-reduce is a reduce-scatter and an all-gather in one,
-# and here the all-gather brings parameters, not gradients (paper, section 7).
+# ZeRO-2 sends less than the ZeRO-1 of chapter 1, because there the all-gather half of the all-reduce brings gradients
+# that a rank does not use. Here the only all-gather brings parameters (paper, section 7).
 
 
 if __name__ == "__main__":
-    main(ZeRO2)
+    main(ZeRO2, bucket_mb=0.25)

@@ -1,10 +1,11 @@
 """ZeRO-3: every rank keeps 1/N of the parameters too.
 
 At any moment a model computes in one layer, so only this layer's parameters have to be whole. ZeRO-3 cuts the model
-into units, a transformer block each. A unit is gathered right before its forward: an all-gather brings all of its
-parameters to every rank. Right after forward it is freed: the gathered buffer gives its memory back, and each rank
-keeps its shard. Backward does both again. What is in no unit (embedding, last norm, head) is the root. It stays
-gathered from the start of forward to its last gradient. Prefetch: the next gather starts before this unit computes.
+into units, for example one per transformer block. Right before a unit computes, an all-gather brings all of its
+parameters to every rank: the unit is gathered. Right after its forward it is freed: the memory is given back, and each
+rank keeps its shard. Backward does both again. The parameters outside of all units (embedding, last norm, head) are the
+root. It stays gathered from the start of forward to its last gradient. Prefetch: the next unit's gather is started
+before this unit computes, so that it is hidden behind the computation.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
@@ -16,8 +17,10 @@ shards are gathered by the next forward. For three units and prefetch 1, with th
 
     forward   gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2, free 2
               R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
-    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0, root
+    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0 | embed
               R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
+
+At the end of backward the root is freed and reduced, and nothing is gathered any more.
 
 Run it: torchrun --nproc-per-node 2 zero3.py. Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs", class `ZeRO_3`.
 """
@@ -25,7 +28,7 @@ Run it: torchrun --nproc-per-node 2 zero3.py. Paper: ZeRO, section 5.3. Article:
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
@@ -36,31 +39,14 @@ from zero2 import Reduction, check_complete, check_gradient, weak_hook
 class ZeRO3:
     """Train `model` on several ranks, each of which keeps 1/N of optimizer state, gradients and parameters.
 
-    Arguments and use are as in `ZeRO1`, with these in place of buckets:
+    Arguments and use are as in `ZeRO2`, with these in place of `bucket_mb`:
 
     units       the modules to gather and free as one, in the order in which they run. Default: `default_units`
     prefetch    how many units ahead to gather
 
     The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. k backwards
-    before a step send 3kΨ. Call the stage, not the model.
-
-    Trains        as ZeRO-2, with activation checkpointing (`use_reentrant=False`) of whole units, and with units that
-                  run more than once, which stay gathered between their backwards.
-    Raises        what ZeRO-2 raises.
-    Not detected  What ZeRO-2 does not detect, and a freed weight that is read. Depending on the operation this is an
-                  error from torch, a crash of the process (SIGSEGV), or a wrong value, because the unit may have been
-                  gathered ahead but not waited for. It happens with
-                  - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
-                    (`load_state_dict`) a weight;
-                  - a module of the model that is called by itself, or weights that are used outside the forward of
-                    their unit: in the loss, returned, kept, by another module, or by a forward hook that you register
-                    after the build;
-                  - a reentrant checkpoint, and a head that is recomputed by itself if an evaluation comes between its
-                    forward and its backward;
-                  - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
-                  A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they
-                  wait, or gather a different unit into this one. `torch.autograd.grad` between backward and `step()`
-                  counts as a backward that produced no gradients: `step()` raises.
+    before a step send 3kΨ. Call `engine(x)` and not `model(x)`. Between the steps weights cannot be read, because they
+    are freed: to save the model, gather it with zerolab/engine/state_dict.py, or save the shards.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -81,65 +67,6 @@ class ZeRO3:
         self.watch_forward()
         self.watch_gradients()
         self.zero_grad()
-
-    def check(self):
-        """Raise an error for what cannot be trained, on every rank alike and before anything is sent."""
-        check_model(self.model, self.group)
-        check_optimizer(self.model, self.optimizer)
-
-    def partition(self, modules):
-        """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
-        self.broadcast_untrained()
-        names = {module: name for name, module in self.model.named_modules()}
-        units = []
-        for module, named_params in parameters_by_unit(self.model, modules).items():
-            units += self.make_units(names[module] or "root", module, named_params)
-        return units
-
-    def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
-        broadcast_whole(self.model.parameters(), self.group)
-        broadcast_whole(self.model.buffers(), self.group)
-
-    def make_units(self, name, module, named_params):
-        """One unit for a module's trained parameters, or one per dtype, because a buffer has one dtype."""
-        by_dtype = {}
-        for param_name, param in named_params:
-            if param.requires_grad:
-                by_dtype.setdefault(param.dtype, []).append((param_name, param))
-        return [Unit(name, module, pairs, self.group) for pairs in by_dtype.values()]
-
-    def plan_prefetch(self, prefetch):
-        """Step 0: choose the units to gather together with each unit, in forward and in backward.
-
-        The root is used before the first unit and after the last one, so its neighbours are these.
-        """
-        ahead = prefetch if self.world_size > 1 else 0  # a single rank waits for nothing
-        inner = [unit for unit in self.units if unit.module is not self.model]
-        for index, unit in enumerate(inner):
-            unit.following = inner[index + 1 : index + 1 + ahead]
-            unit.preceding = inner[max(0, index - ahead) : index][::-1]
-        for root in self.units[len(inner) :]:
-            root.following = inner[:ahead]
-            root.preceding = inner[::-1][:ahead]
-
-    def take_over_optimizer(self):
-        """Step 0: the optimizer gets this rank's shards."""
-        take_over(self.optimizer, self.units)
-
-    def watch_forward(self):
-        """Step 0: have torch call `before_forward` and `after_forward` around the forward of each unit."""
-        for unit in self.units:
-            before = weak_hook(self.before_forward, unit)
-            unit.module.register_forward_pre_hook(before, prepend=True)  # before hooks of yours that read weights
-            if unit.module is not self.model:  # the root is freed later
-                unit.module.register_forward_hook(weak_hook(self.after_forward, unit))
-
-    def watch_gradients(self):
-        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
-        for param in self.unit_of:
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def __call__(self, *args, **kwargs):
         # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
@@ -171,8 +98,8 @@ class ZeRO3:
     def after_forward(self, unit, module, inputs, output):
         if in_backward():
             return  # a recomputed unit stays, because its own backward comes now
-        # Also the last unit, although backward soon gathers it again: head and loss come in between, and their
-        # activations are among the largest.
+        # The last unit is freed as well, although backward soon gathers it again: head and loss come in between, and
+        # their activations are among the largest.
         unit.free()
         self.watch_output(unit, output)
 
@@ -185,14 +112,28 @@ class ZeRO3:
     def pack(self, tensor):
         """Autograd calls this when forward saves `tensor`, and keeps what it returns.
 
-        `detach` gives a tensor on the same memory. An operation that saved its own result would keep itself alive.
+        `detach` gives a tensor on the same memory without a graph. It is needed for an operation that saves its own
+        result, such as `exp`: the result has its node of the graph, and the node has what was saved. If that were the
+        result again, the two would keep each other alive forever.
         """
         return tensor.detach(), tensor._version
 
-    # Backward. Two events show that it has come to a unit, and each of them misses something. Autograd asking for a
-    # saved weight (`unpack`) is exact: it covers the root's weights and losses that leave a unit by a side path, such
-    # as a stored auxiliary loss. A gradient arriving at an output of the unit (`on_output`) covers weights that bypass
-    # `pack`: a checkpoint inside the unit, which runs a part of it again, or a function that keeps a plain view.
+    # Backward. A unit has to be gathered when backward reaches it. Two events show this, and each of them misses cases.
+    #
+    # Autograd asks for a saved weight (`unpack`). It is the only event where a loss does not come from the unit's
+    # output, because then no gradient arrives there first:
+    #
+    #     class Probe(nn.Module):
+    #         def forward(self, x):
+    #             self.loss = self.linear(x).square().mean()      # the training loop adds it to its loss
+    #             return x
+    #
+    # A gradient arrives at an output of the unit (`on_output`). It is the only event where the unit's weights bypass
+    # `pack`. Hooks on saved tensors replace each other, and a checkpoint inside the unit has its own:
+    #
+    #     class Block(nn.Module):
+    #         def forward(self, x):
+    #             return x + checkpoint(self.linear, x, use_reentrant=False)
 
     def unpack(self, saved):
         """Autograd calls this in backward, right before it reads a saved tensor."""
@@ -201,11 +142,12 @@ class ZeRO3:
             raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
         unit = self.unit_on.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
         if unit is not None:
+            check_reader(unit)
             self.before_backward(unit)
         return tensor
 
     def on_output(self, unit, gradient):
-        """Backward has come to `unit`, perhaps."""
+        """Autograd calls this in backward, when it has the gradient of one of the unit's outputs."""
         self.notice_backward()
         if unit.missing:  # else the unit is done: this tensor was an input that it passed on
             self.before_backward(unit)
@@ -218,20 +160,25 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Not if backward has been there already. The root's embedding is asked for last, and the last unit, which
-            # is the root's neighbour, would be gathered again.
+            # Not if backward has been there already. A norm behind the embedding is in the root, and autograd asks for
+            # its weight last. The root's neighbour, the last unit, would be gathered again for nothing.
             if each.missing:
                 each.start_gather()
         unit.wait()
 
     def notice_backward(self):
-        """Called on every event of backward. A new number means that a new backward has just begun."""
+        """Called on every event of backward. A new number means that a new backward has just begun.
+
+        The number and `queue_callback` are not public, but FSDP2 uses both, because torch has no other way to learn
+        when a backward ends. Without them, `step()` would have to do the work of `end_backward`.
+        """
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
             self.backward_id = number
             self.expect_gradients()
             # Autograd calls this when all is done. In `step()`, as in ZeRO-2, would be too late: with several
-            # backwards before a step the root's whole gradients would stay alive through the next forward.
+            # backwards before a step the root's whole gradients, which are sent last, would stay alive through the next
+            # forward.
             Variable._execution_engine.queue_callback(weak_hook(self.end_backward))
 
     def expect_gradients(self):
@@ -242,7 +189,8 @@ class ZeRO3:
     def on_gradient(self, param):
         """Autograd calls this in backward: `param.grad` is finished. With its last one a unit is done.
 
-        Units are sent as they are done, without the turns of ZeRO-2. All ranks gather the units in one order already.
+        Units are sent when they are done, without the turns of ZeRO-2. All ranks must run the units in the same order
+        in any case, because each gather meets the other ranks' gathers.
         """
         self.notice_backward()  # a bias's gradient can be the first event of all, because an addition saves nothing
         unit = self.unit_of[param]
@@ -258,19 +206,18 @@ class ZeRO3:
 
     def send(self, unit):
         """Step 3, first half, as in ZeRO-2: receive the previous unit, then send this one."""
-        with record_function("step 3 reduce gradients"):
-            self.receive()
+        self.receive()
+        with record_function("step 3 reduce gradients"), record_function(f"send {unit.name}"):
             self.in_flight = self.make_reduction(unit)
             self.in_flight.start()
-
-    def make_reduction(self, unit):
-        return Reduction(unit)  # it needs the size of `flat`, not its memory
 
     def receive(self):
         """Step 3, second half: receive the unit in flight, if there is one."""
         if self.in_flight is not None:
-            self.in_flight.finish()
-            self.in_flight = None
+            name = self.in_flight.bucket.name
+            with record_function("step 3 reduce gradients"), record_function(f"receive {name}"):
+                self.in_flight.finish()
+                self.in_flight = None
 
     def end_backward(self):
         """Autograd calls this when backward is over."""
@@ -285,12 +232,14 @@ class ZeRO3:
 
     def step(self):
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
-        with record_function("step 3 reduce gradients"):
-            self.reduce_gradients()
+        self.reduce_gradients()
         # Units left gathered by a forward without a backward become stale. A gather in flight still reads the shards.
         self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
+        for unit in self.units:
+            increment_version(unit.params)  # so that a graph of before the step raises an error, as in ZeRO-1
+            unit.version = version_of(unit)
 
     def reduce_gradients(self):
         """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""
@@ -306,6 +255,67 @@ class ZeRO3:
             for param in unit.params:
                 param.grad = None
 
+    # Step 0, and short methods that the engines in zerolab/engine change.
+
+    def check(self):
+        check_model(self.model, self.group)
+        check_optimizer(self.model, self.optimizer)
+
+    def partition(self, modules):
+        """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
+        self.broadcast_untrained()
+        names = {module: name for name, module in self.model.named_modules()}
+        units = []
+        for module, named_params in parameters_by_unit(self.model, modules).items():
+            units += self.make_units(names[module] or "root", module, named_params)
+        return units
+
+    def broadcast_untrained(self):
+        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
+        broadcast_whole(self.model.parameters(), self.group)
+        broadcast_whole(self.model.buffers(), self.group)
+
+    def make_units(self, name, module, named_params):
+        """One unit for a module's trained parameters, or one per dtype, because a buffer has one dtype."""
+        by_dtype = {}
+        for param_name, param in named_params:
+            if param.requires_grad:
+                by_dtype.setdefault(param.dtype, []).append((param_name, param))
+        return [Unit(name, module, pairs, self.group) for pairs in by_dtype.values()]
+
+    def plan_prefetch(self, prefetch):
+        """Step 0: choose the units to gather together with each unit, in forward and in backward.
+
+        The root is used before the first unit and after the last one, so its neighbours are these.
+        """
+        ahead = prefetch if self.world_size > 1 else 0  # a single rank has nothing to wait for, so it saves the memory
+        inner = [unit for unit in self.units if unit.module is not self.model]
+        for index, unit in enumerate(inner):
+            unit.following = inner[index + 1 : index + 1 + ahead]
+            unit.preceding = inner[max(0, index - ahead) : index][::-1]
+        for root in self.units[len(inner) :]:
+            root.following = inner[:ahead]
+            root.preceding = inner[::-1][:ahead]
+
+    def take_over_optimizer(self):
+        take_over(self.optimizer, self.units)
+
+    def watch_forward(self):
+        """Step 0: have torch call `before_forward` and `after_forward` around the forward of each unit."""
+        for unit in self.units:
+            before = weak_hook(self.before_forward, unit)
+            unit.module.register_forward_pre_hook(before, prepend=True)  # before hooks of yours that read weights
+            if unit.module is not self.model:  # the root is freed later
+                unit.module.register_forward_hook(weak_hook(self.after_forward, unit))
+
+    def watch_gradients(self):
+        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
+        for param in self.unit_of:
+            param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
+
+    def make_reduction(self, unit):
+        return Reduction(unit)  # it needs the size of `flat`, not its memory
+
 
 class Unit(Bucket):
     """The parameters of a module, gathered and freed together: a bucket whose `flat` has memory only at times.
@@ -313,7 +323,7 @@ class Unit(Bucket):
     tensor      shape           memory                                  lives
     flat        (numel,)        its own; every weight is a view of it   always, but has memory only while gathered
     shard       (shard_numel,)  its own                                 always
-    shard.grad  (shard_numel,)  the reduction's `shard`                 from the unit's reduction to `zero_grad()`
+    shard.grad  (shard_numel,)  the reduction's `shard_gradient`        from the unit's reduction to `zero_grad()`
 
     Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That frees little,
     because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive. (With the
@@ -324,17 +334,17 @@ class Unit(Bucket):
     """
 
     def __init__(self, name, module, named_params, group):
-        super().__init__(named_params, group)
-        self.name = name
+        super().__init__(name, named_params, group)
         self.module = module
         self.following = []  # units to gather with it in forward, because they run next
         self.preceding = []  # units to gather with it in backward
         self.work = None  # its all-gather in flight
         self.allocated = True  # whether `flat` has memory; `work` may still have to fill it
+        self.version = version_of(self)
         self.free()
 
     def make_shard(self):
-        """Its own memory, which survives when `flat` is freed."""
+        """Step 0: its own memory, which survives when `flat` is freed."""
         return self.flat[self.own].clone()
 
     def start_gather(self):
@@ -355,11 +365,14 @@ class Unit(Bucket):
         """Give back the memory of the gathered parameters. This rank's shard stays.
 
         On a GPU Python gets here before the kernels have read the weights. That is safe, because the allocator gives
-        the memory only to kernels that are queued later on the same stream.
+        the memory only to kernels that are queued later on the same stream. A collective runs on another stream, but
+        first waits for all kernels that were queued on this one.
         """
         if self.allocated:
+            check_unwritten(self)
             self.wait()  # never free a buffer that a collective still writes to
-            self.flat.untyped_storage().resize_(0)
+            with record_function(f"free {self.name}"):
+                self.flat.untyped_storage().resize_(0)
             self.allocated = False
 
 
@@ -382,8 +395,8 @@ def default_units(module):
 def parameters_by_unit(model, modules):
     """{module: its [(name, parameter)]} for the modules that become units and, last, for the model as the root.
 
-    Every parameter is in exactly one of them. The root has what is in no unit, and what several modules share
-    that are not in the same unit (tied weights).
+    Every parameter is in exactly one of them. The root has the parameters that are in no unit, and those that modules
+    of different units share (tied weights).
     """
     unit_around = {}  # module -> the unit that it is in
     for unit in modules:
@@ -411,14 +424,89 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# Without this line, that happens
+# What ZeRO-3 refuses, besides what chapters 1 and 2 refuse.
+
+
+def version_of(unit):
+    """A number that changes when somebody writes to a weight in place. Gathers do not change it (`Bucket.flatten`)."""
+    return sum(param._version for param in unit.params)
+
+
+def check_unwritten(unit):
+    """Raise RuntimeError if a gathered weight was written to, because the change is lost when the unit is freed."""
+    before, unit.version = unit.version, version_of(unit)
+    if unit.version != before:
+        raise RuntimeError(
+            f"a weight of {unit.name!r} was changed in place while it was gathered, for example by the forward itself. "
+            "The change would be lost, because only the shards are kept: change it in the optimizer's shards, or use "
+            "ZeRO-1 or ZeRO-2"
+        )
+
+
+def check_reader(unit):
+    """Raise RuntimeError if a freed weight is read outside of backward, as debuggers that draw the graph do."""
+    if not in_backward():
+        raise RuntimeError(
+            f"a weight of {unit.name!r} that forward saved was read outside of backward, where it may be freed"
+        )
+
+
+# What ZeRO-3 trains
 #
-# `clone` in `make_shard`         a shard is in the memory that is freed
-# `unit.wait()`                   a unit computes with whatever is in memory
-# `unit.free()` in `finish`       all units are whole at the end of backward
-# `if each.missing`               units that are done are gathered again, and freed only at the end of backward
-# `free_all` in `step`            a root left gathered by a forward without a backward is used with stale weights
-# `free_all` in `__call__`        the same after an evaluation, and its memory stays in use
+# - What ZeRO-2 trains, and activation checkpointing (`use_reentrant=False`) of whole units.
+# - Units that run more than once. They stay gathered between their backwards.
+#
+# What it raises
+#
+# - What ZeRO-2 raises.
+# - After forward, or at the end of backward: a gathered weight that was changed in place (`weight.clamp_()`).
+# - Outside of backward: a tool that reads saved weights from the graph.
+#
+# What it does not detect, besides what ZeRO-2 does not detect
+#
+# - A freed weight that is read. Depending on the operation this is an error from torch, a crash of the process
+#   (SIGSEGV), or a wrong value, because the unit may have been gathered ahead but not waited for. It happens with
+#   - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
+#     (`load_state_dict`) a weight;
+#   - a module of the model that is called by itself, or weights that are used outside the forward of their unit: in the
+#     loss, returned, kept, by another module, or by a forward hook that you register after the build;
+#   - a unit that calls itself, because the inner call frees it;
+#   - a reentrant checkpoint;
+#   - a checkpoint around a part of the root (such as the head), if an evaluation, or the backward of another forward,
+#     comes between its forward and its backward, because each of these frees the root;
+#   - a checkpoint inside a unit, if it recomputes a loss that was added after the unit's output was made, or if the
+#     output is a dataclass, in which `watch_output` finds no tensors;
+#   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
+# - A forward that writes to `weight.data`: the change is lost when the unit is freed.
+# - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they wait, or gather
+#   a different unit into this one.
+# - `torch.autograd.grad` between backward and `step()` counts as a backward that produced no gradients: `step()` raises.
+#
+# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+#
+# `ZeRO3.before_forward`   `each.start_gather()`       an error, a crash or garbage: the unit computes without memory
+# `ZeRO3.before_forward`   `unit.wait()`               wrong in silence: the unit computes with whatever is in memory
+# `ZeRO3.after_forward`    `unit.free()`               more memory: all units are gathered at the end of forward
+# `ZeRO3.after_forward`    `self.watch_output(...)`    a checkpoint inside a unit reads a freed weight, see above
+# `ZeRO3.unpack`           `self.before_backward(...)` a loss that does not leave by the output reads a freed weight
+# `ZeRO3.before_backward`  `if each.missing:`          with a norm behind the embedding, one more gather per step, and the
+#                                                      last unit is gathered until the end of backward
+# `ZeRO3.notice_backward`  `self.expect_gradients()`   an error in the second backward before a step: "a second gradient
+#                                                      of ... came before its bucket was complete"
+# `ZeRO3.notice_backward`  `...queue_callback(...)`    more memory: the last reduction is received by `step()` only. An
+#                                                      error in `step()`, if a weight of the root was asked for again
+# `ZeRO3.finish`           `unit.free()`               more memory: all units are gathered at the end of backward
+# `ZeRO3.send`             `self.receive()`            an error in `step()`: "optimizer.step() was called before the
+#                                                      gradients were reduced". Only the last unit is received
+# `ZeRO3.__call__`         `self.free_all()`           more memory: after an evaluation the root stays gathered
+# `ZeRO3.step`             `self.free_all()`           wrong in silence: a root that a forward without a backward left
+#                                                      gathered is used by the next forward, with stale weights
+# `ZeRO3.step`             `increment_version(...)`    wrong in silence if a backward uses a graph of before the step
+# `Unit.make_shard`        `.clone()`                  a crash or garbage: the shard is in the memory that is freed
+# `Unit.free`              `self.wait()`               a crash or wrong values: a collective writes into freed memory
+# `Unit.free`              `...resize_(0)`             more memory: nothing is ever freed
+# `ZeRO3.pack`             `.detach()`                 more memory: what `exp` or `sigmoid` saved is never freed, if its
+#                                                      backward does not run
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -430,8 +518,8 @@ def in_backward():
 # the whole gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched
 # have no gradient shard yet: minus 4(R + 2U)/N bytes. The root's first gradients (H: last norm and head) stay whole
 # until the embedding's has come: then 16Ψ/N + 4(2R + U) - 4R/N are alive, which is more if R - H > 3U - 2U/N. The root
-# is gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
+# is gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for memory and 7 for traffic.) TODO
 
 
 if __name__ == "__main__":
-    main(ZeRO3)
+    main(ZeRO3, prefetch=1)
