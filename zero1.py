@@ -113,7 +113,8 @@ class ZeRO1:
             return  # you called this before `step()`, and may have changed the gradients since
         check_gradients(self.buckets)  # of all buckets, before anything is sent
         # All buckets are started before the first one is waited for. The network carries one after the other in any
-        # case. But if each were waited for first, the next one would start late, and nothing could be divided meanwhile.
+        # case. But if each were waited for first, the next one would start late, and no bucket could be divided
+        # meanwhile.
         works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
             work.wait()
@@ -465,9 +466,7 @@ def check_model(model, group):
         raise ValueError("this rank is not in `group`: only the ranks of the group build the stage")
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise TypeError(
-                f"the model is wrapped in {type(module).__name__}, which reduces gradients too: pass the model without it"
-            )
+            raise TypeError(f"the model is in {type(module).__name__}, which reduces gradients too: pass the plain model")
     for name, param in model.named_parameters():
         if hasattr(param, "placements"):  # a DTensor, as `fully_shard` and tensor parallelism make them
             raise TypeError(f"parameter {name!r} is a DTensor, so it is sharded already: pass the plain model")
@@ -515,8 +514,8 @@ def check_gradients(buckets):
             if param.grad is not grad:
                 raise RuntimeError(
                     f"param.grad of {name!r} was replaced, so its gradient is not in the bucket. Change gradients in "
-                    "place, clear them with zero_grad() of this stage and not of the model, and call backward() without "
-                    "create_graph=True. Call zero_grad() of this stage now, then run forward again"
+                    "place, clear them with zero_grad() of this stage and not of the model, and call backward() "
+                    "without create_graph=True. Call zero_grad() of this stage now, then run forward again"
                 )
 
 
@@ -553,8 +552,8 @@ def refuse_zero_grad(set_to_none=True):
 # What it does not detect
 #
 # - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build: they are not trained any more.
-# - A forward that writes to weights, such as `Embedding(max_norm=...)`: each rank writes for its own batch, and the next
-#   step 5 overwrites what is not in this rank's shard.
+# - A forward that writes to weights, such as `Embedding(max_norm=...)`: each rank writes for its own batch, and the
+#   next step 5 overwrites what is not in this rank's shard.
 # - A model that differs between ranks, or a rank that does not call `step()`: the others wait for it.
 # - torch's `clip_grad_norm_` before `reduce_gradients()`: it clips by the norm of this rank's local gradients.
 # - A backward after your own `reduce_gradients()`: it is not reduced any more.
@@ -565,32 +564,29 @@ def refuse_zero_grad(set_to_none=True):
 # - `weight.as_strided(size, stride, offset)`: the offset counts from the start of the bucket.
 # - A second stage over the same model. A copy or a pickle of the stage.
 #
-# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+# What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
-# `ZeRO1.step`              `gather_parameters(self.buckets)`   wrong in silence: each rank keeps N-1 stale shards
-# `ZeRO1.step`              `bucket.shard.grad = None`          nothing, as long as you call `zero_grad()`. If you leave
-#                                                               it out to add up two steps, the second is not reduced
-# `ZeRO1.reduce_gradients`  `work.wait()`                       wrong in silence: the optimizer reads gradients that
-#                                                               the collective is still writing
-# `ZeRO1.reduce_gradients`  `check_gradients(self.buckets)`     wrong in silence after `model.zero_grad()`: autograd
-#                                                               makes new gradients outside of the bucket, none is
-#                                                               sent, and the mean of the first step is used forever
-# `ZeRO1.finish_reduce`     `bucket.gradient /= ...`            wrong in silence: gradients are N times too large. AdamW
-#                                                               hides it, because it divides by their size. SGD does not
-# `ZeRO1.zero_grad`         `bucket.gradient.zero_()`           wrong in silence: the gradients of all steps add up
-# `ZeRO1.zero_grad`         `param.grad = grad`                 an error in the first `step()`: "param.grad of ... was
-#                                                               replaced"
-# `ZeRO1.partition`         `self.broadcast_untrained()`        wrong in silence if ranks begin with different buffers
-#                                                               or frozen weights: they stay different
-# `Bucket.flatten`          `param.data = self.place(...)`      wrong in silence: the buffer is trained, and the model is
-#                                                               not. The loss stays where it was
-# `Bucket.flatten`          `broadcast_whole([flat], ...)`      wrong in silence if ranks begin with different weights:
-#                                                               the first step uses them, and step 5 then makes one
-#                                                               model out of pieces of all
-# `gather_parameters`       `work.wait()`                       wrong in silence: forward reads weights that the
-#                                                               collective is still writing
-# `gather_parameters`       `increment_version(...)`            wrong in silence if a backward uses a graph of before the
-#                                                               last step: it multiplies by the new weights
+# - `work.wait()` in `ZeRO1.reduce_gradients`: wrong in silence. The optimizer reads gradients that the collective is
+#   still writing.
+# - `check_gradients(self.buckets)` in `ZeRO1.reduce_gradients`: wrong in silence after `model.zero_grad()`. Autograd
+#   makes new gradients outside of the bucket. None of them is ever sent, and the mean of the first step is used
+#   forever.
+# - `bucket.gradient /= self.world_size` in `ZeRO1.finish_reduce`: wrong in silence. Gradients are N times too large.
+#   AdamW hides this, because it divides a gradient by its usual size; SGD does not.
+# - `bucket.shard.grad = None` in `ZeRO1.step`: nothing, as long as you call `zero_grad()`. If you add up two steps
+#   without it, the gradients of the second are not reduced.
+# - `gather_parameters(self.buckets)` in `ZeRO1.step`: wrong in silence. Each rank continues with N-1 stale shards.
+# - `bucket.gradient.zero_()` in `ZeRO1.zero_grad`: wrong in silence. The gradients of all steps add up.
+# - `param.grad = grad` in `ZeRO1.zero_grad`: an error in the first `step()`, "param.grad of ... was replaced".
+# - `self.broadcast_untrained()` in `ZeRO1.partition`: wrong in silence, if ranks begin with different buffers or frozen
+#   weights. They stay different.
+# - `param.data = self.place(flat, index)` in `Bucket.flatten`: wrong in silence. The buffer is trained, and the model
+#   is not.
+# - `broadcast_whole([flat], self.group)` in `Bucket.flatten`: wrong in silence, if ranks begin with different weights.
+#   The first step computes with them. Then step 5 makes one model out of pieces of all.
+# - `work.wait()` in `gather_parameters`: wrong in silence. Forward reads weights that the collective is still writing.
+# - `increment_version(bucket.params)` in `gather_parameters`: wrong in silence, if a backward uses a graph of before
+#   the last step. It multiplies by the new weights.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

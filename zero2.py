@@ -318,35 +318,35 @@ def check_complete(buckets):
 #   all gradients, as in plain PyTorch.
 # - A GradScaler: each rank would look for infs in its own shards only.
 #
-# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+# What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
-# `ZeRO2.on_gradient`       `self.expect_gradients()`       an error in the second backward before a step: "a second
-#                                                           gradient of ... came before its bucket was complete"
-# `ZeRO2.on_gradient`       `bucket.missing.remove(param)`  an error in `step()`: "no gradient for ...". No bucket is
-#                                                           ever complete, so none is sent
-# `ZeRO2.on_gradient`       `self.send_complete()`          an error in `step()`: "param.grad of ... was set after the
-#                                                           gradients were sent". None was sent, and all are whole
-# `ZeRO2.send_complete`     `self.turn += 1`                an error in backward: the same bucket is sent again, and has
-#                                                           no gradients any more
-# `ZeRO2.send`              `self.receive()`                an error in `step()`: "optimizer.step() was called before
-#                                                           the gradients were reduced". Only the last bucket is received
-# `ZeRO2.receive`           `self.in_flight.finish()`       the same error. Nothing is received
-# `ZeRO2.reduce_gradients`  `self.receive()`                the same error. The last bucket is still in flight
-# `ZeRO2.zero_grad`         `self.receive()`                wrong in silence after a backward that raised an error: the
-#                                                           bucket that it sent is added to the next step
-# `ZeRO2.zero_grad`         `bucket.shard.grad = None`      wrong in silence: the gradients of all steps add up
-# `ZeRO2.step`              `gather_parameters(...)`        wrong in silence: each rank keeps N-1 stale shards
-# `Reduction.finish`        `self.work.wait()`              wrong in silence: the optimizer reads what the collective has
-#                                                           not written yet
-# `Reduction.finish`        `self.average()`                wrong in silence: gradients are N times too large
-# `take_gradients`          `param.grad = None`             an error in `step()`: "param.grad of ... was set after the
-#                                                           gradients were sent". Until then all gradients stay whole
-# `weak_hook`               the weak references             more memory: a stage that was dropped is never freed, and
-#                                                           neither is its model
+# - `self.expect_gradients()` in `ZeRO2.on_gradient`: an error in the second backward before a step, "a second gradient
+#   of ... came before its bucket was complete".
+# - `bucket.missing.remove(param)` in `ZeRO2.on_gradient`: an error in `step()`, "no gradient for ...". No bucket is
+#   ever complete, so none is sent.
+# - `self.send_complete()` in `ZeRO2.on_gradient`: an error in `step()`, "param.grad of ... was set after the gradients
+#   were sent". In fact none was sent, and all are whole.
+# - `self.turn += 1` in `ZeRO2.send_complete`: an error in backward. The first bucket is sent again, without gradients.
+# - `self.receive()` in `ZeRO2.send`: an error in `step()`, "optimizer.step() was called before the gradients were
+#   reduced". Only the last bucket is received.
+# - `self.in_flight.finish()` in `ZeRO2.receive`: the same error. No bucket is received.
+# - `self.receive()` in `ZeRO2.reduce_gradients`: the same error. The last bucket is still in flight.
+# - `gather_parameters(self.buckets)` in `ZeRO2.step`: wrong in silence. Each rank continues with N-1 stale shards.
+# - `self.receive()` in `ZeRO2.zero_grad`: wrong in silence after a backward that raised an error. The bucket that it
+#   sent is added to the next step.
+# - `bucket.shard.grad = None` in `ZeRO2.zero_grad`: wrong in silence. The gradients of all steps add up.
+# - `self.work.wait()` in `Reduction.finish`: wrong in silence. The optimizer reads what the collective has not written
+#   yet.
+# - `self.average()` in `Reduction.finish`: wrong in silence. Gradients are N times too large.
+# - `param.grad = None` in `take_gradients`: an error in `step()`, "param.grad of ... was set after the gradients were
+#   sent". Until then all gradients stay whole.
 #
-# And a change: if `on_gradient` sent a complete bucket at once (`if not bucket.missing: self.send(bucket)` in place of
-# `self.send_complete()`), ranks that finish gradients in different orders would add up different buckets, in silence if
-# these have the same size.
+# Two changes that look harmless:
+#
+# - `method = weakref.WeakMethod(method)` in `weak_hook`, as `strong = method; method = lambda: strong`: more memory. A
+#   stage that you drop is never freed, and neither is its model.
+# - `self.send_complete()` in `ZeRO2.on_gradient`, as `if not bucket.missing: self.send(bucket)`: an error, or wrong in
+#   silence, if ranks finish gradients in different orders. They add up different buckets.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

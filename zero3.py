@@ -478,35 +478,41 @@ def check_reader(unit):
 #     output is a dataclass, in which `watch_output` finds no tensors;
 #   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
 # - A forward that writes to `weight.data`: the change is lost when the unit is freed.
-# - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they wait, or gather
-#   a different unit into this one.
-# - `torch.autograd.grad` between backward and `step()` counts as a backward that produced no gradients: `step()` raises.
+# - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they wait, or
+#   gather a different unit into this one.
+# - `torch.autograd.grad` between backward and `step()` counts as a backward that produced no gradients: `step()`
+#   raises.
 #
-# What goes wrong if you delete a line. Each of these was tried, and a test tries them again:
+# What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
-# `ZeRO3.before_forward`   `each.start_gather()`       an error, a crash or garbage: the unit computes without memory
-# `ZeRO3.before_forward`   `unit.wait()`               wrong in silence: the unit computes with whatever is in memory
-# `ZeRO3.after_forward`    `unit.free()`               more memory: all units are gathered at the end of forward
-# `ZeRO3.after_forward`    `self.watch_output(...)`    a checkpoint inside a unit reads a freed weight, see above
-# `ZeRO3.unpack`           `self.before_backward(...)` a loss that does not leave by the output reads a freed weight
-# `ZeRO3.before_backward`  `if each.missing:`          with a norm behind the embedding, one more gather per step, and the
-#                                                      last unit is gathered until the end of backward
-# `ZeRO3.notice_backward`  `self.expect_gradients()`   an error in the second backward before a step: "a second gradient
-#                                                      of ... came before its bucket was complete"
-# `ZeRO3.notice_backward`  `...queue_callback(...)`    more memory: the last reduction is received by `step()` only. An
-#                                                      error in `step()`, if a weight of the root was asked for again
-# `ZeRO3.finish`           `unit.free()`               more memory: all units are gathered at the end of backward
-# `ZeRO3.send`             `self.receive()`            an error in `step()`: "optimizer.step() was called before the
-#                                                      gradients were reduced". Only the last unit is received
-# `ZeRO3.__call__`         `self.free_all()`           more memory: after an evaluation the root stays gathered
-# `ZeRO3.step`             `self.free_all()`           wrong in silence: a root that a forward without a backward left
-#                                                      gathered is used by the next forward, with stale weights
-# `ZeRO3.step`             `increment_version(...)`    wrong in silence if a backward uses a graph of before the step
-# `Unit.make_shard`        `.clone()`                  a crash or garbage: the shard is in the memory that is freed
-# `Unit.free`              `self.wait()`               a crash or wrong values: a collective writes into freed memory
-# `Unit.free`              `...resize_(0)`             more memory: nothing is ever freed
-# `ZeRO3.pack`             `.detach()`                 more memory: what `exp` or `sigmoid` saved is never freed, if its
-#                                                      backward does not run
+# - `each.start_gather()` in `ZeRO3.before_forward`: a crash, an error or garbage. The unit computes without memory.
+# - `unit.wait()` in `ZeRO3.before_forward`: wrong in silence. The unit computes with what is in memory before the
+#   gather.
+# - `unit.free()` in `ZeRO3.after_forward`: more memory. All units are gathered at the end of forward.
+# - `self.watch_output(unit, output)` in `ZeRO3.after_forward`: the class `Block` above reads a freed weight in
+#   backward.
+# - `self.before_backward(unit)` in `ZeRO3.unpack`: the class `Probe` above reads a freed weight in backward.
+# - `if each.missing:` in `ZeRO3.before_backward`, as `if True:`: with a norm behind the embedding, one more gather in
+#   each step. The last unit is gathered until the end of backward.
+# - `self.expect_gradients()` in `ZeRO3.notice_backward`: an error in the second backward before a step, "a second
+#   gradient of ... came before its bucket was complete".
+# - `Variable._execution_engine.queue_callback(weak_hook(self.end_backward))` in `ZeRO3.notice_backward`: more memory.
+#   The last reduction, with its whole gradients, stays until `step()`.
+# - `unit.free()` in `ZeRO3.finish`: more memory. All units are gathered at the end of backward.
+# - `self.receive()` in `ZeRO3.send`: an error in `step()`, "optimizer.step() was called before the gradients were
+#   reduced". Only the last unit is received.
+# - `self.free_all()` in `ZeRO3.__call__`: more memory. The root stays gathered after an evaluation.
+# - `self.free_all()` in `ZeRO3.step`: wrong in silence after a forward without a backward. It left the root gathered,
+#   and the next forward uses it with its stale weights.
+# - `increment_version(unit.params)` in `ZeRO3.step`: wrong in silence, if a backward uses a graph of before the step.
+# - `self.flat.untyped_storage().resize_(0)` in `Unit.free`: more memory. Nothing is ever freed.
+#
+# Two changes that look harmless:
+#
+# - `return self.flat[self.own].clone()` in `Unit.make_shard`, as `return self.flat[self.own]`: a crash or garbage. The
+#   shard is in the memory that is freed.
+# - `return tensor.detach(), tensor._version` in `ZeRO3.pack`, as `return tensor, tensor._version`: more memory. What
+#   `exp` has saved is never freed, if its backward does not run.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #

@@ -286,7 +286,7 @@ def test_zero2_has_whole_gradients_of_two_buckets_at_most(engine):
     def whole_gradients():
         tensors = [get_grad(param) for param in trained.model.parameters()]
         if trained.in_flight is not None:
-            tensors.append(trained.in_flight.flat)
+            tensors.append(trained.in_flight.gradient)
         return storage_bytes(tensors)
 
     with Recorder(probe=whole_gradients) as recorder:

@@ -147,8 +147,10 @@ class EngineUnit(EngineBucket, Unit):
 
     def free(self):
         if self.allocated:
-            super().free()
-            checks.mark_freed(self.params)
+            try:
+                super().free()
+            finally:  # it raises an error for a weight that was written to, when the memory is freed already
+                checks.mark_freed(self.params)
 
 
 class EngineReduction(Reduction):
@@ -176,17 +178,18 @@ class EngineReduction(Reduction):
 
     def start(self):
         # NCCL reduces complex numbers as pairs of real ones. torch does this by itself in an all-reduce only.
-        whole, shard = precision.as_real(self.flat), precision.as_real(self.shard)
+        whole, shard = precision.as_real(self.gradient), precision.as_real(self.shard_gradient)
         self.work = reduce_scatter(shard, whole, group=self.bucket.group, async_op=True)
 
     def average(self):
-        self.shard /= self.divide_last
-        replicas.average_over(self.bucket.options.replicas, self.shard)
+        self.shard_gradient /= self.divide_last
+        replicas.average_over(self.bucket.options.replicas, self.shard_gradient)
 
     def deliver(self):
+        self.gradient = None  # sent: freed before the shard is converted or copied
         shard = self.bucket.shard
         earlier, shard.grad = shard.grad, None
-        shard.grad = to_optimizer(self.bucket, self.shard, earlier)
+        shard.grad = to_optimizer(self.bucket, self.shard_gradient, earlier)
 
 
 def to_optimizer(bucket, shard, earlier=None):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zero1 import check_optimizer
+from zero1 import check_parameters
 from zerolab.engine import tensor_parallel
 from zerolab.engine.together import on_all_ranks
 
@@ -137,7 +137,7 @@ def check_build(model, optimizer, options, **others):
 
     def check():
         check_model(model)
-        check_optimizer(model, optimizer, several_groups=True)
+        check_optimizer(model, optimizer)
         tensor_parallel.check_split(model, options.group, options.param_dtype)
         check_options(options)
         params = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
@@ -203,6 +203,17 @@ def check_model(model):
                     f"the buffer {name!r} shares memory with {other!r}, and would become stale after the build. "
                     "Register a copy of it, or compute it in forward"
                 )
+
+
+def check_optimizer(model, optimizer):
+    """Like the chapter's, but with any number of groups, and with state that the optimizer's constructor makes."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
+    if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
+        raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
+    check_parameters(model, optimizer)
+    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
+        raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
 
 def check_has_values(model):

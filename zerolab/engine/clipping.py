@@ -67,6 +67,6 @@ def gradients_of(bucket):
     own = bucket.shard.grad
     if bucket.gradient is None:
         return [own]
-    if own.untyped_storage()._cdata == bucket.gradient.untyped_storage()._cdata:
+    if own is None or own.untyped_storage()._cdata == bucket.gradient.untyped_storage()._cdata:
         return [bucket.gradient]
     return [bucket.gradient, own]

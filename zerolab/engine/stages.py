@@ -199,11 +199,11 @@ class BucketEngine(Engine):
             replicas.broadcast_over(self.options.replicas, [param for _, param in frozen])
             frozen = []
         buckets = super().partition(bucket_mb)
-        self.all_buckets = buckets + [self.make_bucket([pair]) for pair in frozen]
+        self.all_buckets = buckets + [self.make_bucket(pair[0], [pair]) for pair in frozen]
         return buckets
 
-    def make_bucket(self, named_params):
-        return EngineBucket(named_params, group=self.group, options=self.options)
+    def make_bucket(self, name, named_params):
+        return EngineBucket(name, named_params, group=self.group, options=self.options)
 
     def shards_changed(self):
         for work in [bucket.gather() for bucket in self.all_buckets]:
@@ -225,8 +225,10 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
         """`param.grad` is finished. The chapter needs no such hook, but here the gradient may have to move."""
         bucket, index = self.place_of[param]
         bucket.used.add(param)
+        if self.ready:  # `reduce_gradients` was called already, and has to be called again
+            for each in self.buckets:
+                each.shard.grad = None
         self.ready = False
-        self.reduced = False  # if `reduce_gradients` was called already, it has to be called again
         if bucket.grads[index] is None:
             bucket.place(bucket.gradient, index).add_(bucket.take_gradient(param))
 
@@ -367,6 +369,11 @@ class ZeRO3Engine(SendingEngine, ZeRO3):
             self.source.fill_parameters(pairs)
             units.append(EngineUnit(name, module, pairs, group=self.group, options=self.options))
         return units
+
+    def watch_gradients(self):
+        for param in self.unit_of:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def plan_prefetch(self, prefetch):
         """Here `prefetch` counts modules, and a module may have several units."""
