@@ -175,6 +175,61 @@ class Nested(Blocks):
         return block(x)
 
 
+class Normed(Blocks):
+    """A norm behind the embedding: its weight, which the root has, is the last one that backward asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def call(self, block, x):
+        return super().call(block, self.norm(x) if block is self.blocks[0] else x)
+
+
+class Probe(nn.Module):
+    """A loss that does not leave by the output, as in the comment in zero3.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.loss = self.linear(x).square().mean()
+        return x
+
+
+class SideLoss(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Probe())
+
+
+def with_side_loss(model, inputs, targets):
+    """`mse`, and the side losses of the model or of the engine's model."""
+    loss = mse(model, inputs, targets)
+    for block in getattr(model, "model", model).blocks:
+        if isinstance(block, Probe):
+            loss = loss + block.loss
+    return loss
+
+
+class RecomputesInside(Block):
+    """A checkpoint inside the unit, as in the comment in zero3.py."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + checkpoint(self.linear, x, use_reentrant=False)
+
+
+class PartlyRecomputed(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(RecomputesInside() for _ in range(3))
+
+
 def seeded(make, *args, seed=0, dtype=torch.float64):
     """The same model on every rank."""
     with torch.random.fork_rng():

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from helpers import (
     MOMENTUM,
-    Block,
     Blocks,
+    Normed,
     Pair,
-    RankFailed,
+    PartlyRecomputed,
     Recorder,
+    SideLoss,
+    batch,
     mse,
     own_batch,
     raised_on_every_rank,
@@ -27,62 +29,17 @@ from helpers import (
     seeded,
     storage_bytes,
     whole_weights,
+    with_side_loss,
 )
 from mutations import ROOT, Mutation, mutated
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+import zero1
+import zero2
+from zerolab.run.pool import RankFailed
 
 CLASSES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
 ONE_BY_ONE = {"zero1": {"bucket_mb": 0}, "zero2": {"bucket_mb": 0}, "zero3": {}}  # several buckets or units
-
-
-class Normed(Blocks):
-    """A norm behind the embedding: its weight, which the root has, is the last one that backward asks for."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(5)
-
-    def call(self, block, x):
-        return super().call(block, self.norm(x) if block is self.blocks[0] else x)
-
-
-class Probe(nn.Module):
-    """A loss that does not leave by the output, as in the comment in zero3.py."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x):
-        self.loss = self.linear(x).square().mean()
-        return x
-
-
-class SideLoss(Blocks):
-    def __init__(self):
-        super().__init__()
-        self.blocks.append(Probe())
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.blocks[-1].loss
-
-
-class RecomputesInside(Block):
-    """A checkpoint inside the unit, as in the comment in zero3.py."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return x + checkpoint(self.linear, x, use_reentrant=False)
-
-
-class PartlyRecomputed(Blocks):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(RecomputesInside() for _ in range(3))
 
 
 def build(stage, make=Blocks, make_optimizer=MOMENTUM, **options):
@@ -103,15 +60,9 @@ def train_both(pair, steps=3, loss=mse):
     """Like `Pair.train`, without its checks."""
     for step in range(steps):
         for rank in pair.ranks:
-            (loss(pair.plain, *pair_batch(step, rank)) / len(pair.ranks)).backward()
+            (loss(pair.plain, *batch(step, rank)) / len(pair.ranks)).backward()
         loss(pair.engine, *own_batch(step)).backward()
         pair.step()
-
-
-def pair_batch(step, rank):
-    from helpers import batch
-
-    return batch(step, rank)
 
 
 # What one sees. Each function runs on every rank, with the class of the wrong stage.
@@ -149,7 +100,7 @@ def reads_too_early(stage, **options):
     """Rank 1 is late, so the gradients that rank 0 uses cannot be the mean yet."""
     pair = Pair(stage, seeded(Blocks), **options)
     for each in range(2):
-        mse(pair.plain, *pair_batch(0, each)).backward()
+        mse(pair.plain, *batch(0, each)).backward()
     loss = mse(pair.engine, *own_batch(0))
     if dist.get_rank() == 1:
         time.sleep(0.5)
@@ -169,9 +120,6 @@ def reads_too_early(stage, **options):
 
 def seen_right(stage):
     """The class of the right chapter."""
-    import zero1
-    import zero2
-
     return {"ZeRO1": zero1.ZeRO1, "ZeRO2": zero2.ZeRO2}[stage.__name__]
 
 
@@ -236,7 +184,7 @@ def two_steps_without_zero_grad(stage, **options):
     pair = Pair(stage, seeded(Blocks), **options)
     for step in range(2):
         for rank in range(2):
-            (mse(pair.plain, *pair_batch(step, rank)) / 2).backward()
+            (mse(pair.plain, *batch(step, rank)) / 2).backward()
         mse(pair.engine, *own_batch(step)).backward()
         pair.optimizers[0].step()
         pair.engine.step()
@@ -265,7 +213,7 @@ def a_model_of_pieces(stage, **options):
     pair = Pair(stage, seeded(Blocks, seed=0))
     pair.engine = engine
     for rank in range(2):
-        (mse(pair.plain, *pair_batch(0, rank)) / 2).backward()
+        (mse(pair.plain, *batch(0, rank)) / 2).backward()
     pair.optimizers[0].step()
     assert differs(pair), "it is rank 0's model"
 
@@ -381,7 +329,7 @@ def stale_root(stage, **options):
     """A forward without a backward comes before a step; the next forward uses the weights of before the step."""
     pair = Pair(stage, seeded(Blocks), **options)
     for rank in range(2):
-        (mse(pair.plain, *pair_batch(0, rank)) / 2).backward()
+        (mse(pair.plain, *batch(0, rank)) / 2).backward()
     mse(pair.engine, *own_batch(0)).backward()
     pair.engine(own_batch(1)[0])
     pair.step()
@@ -462,7 +410,11 @@ DELETED = [
         trains_wrong_or_fails,
         {"make": PartlyRecomputed},
     ),
-    (Mutation("zero3", "ZeRO3.unpack", "self.before_backward(unit)"), trains_wrong_or_fails, {"make": SideLoss}),
+    (
+        Mutation("zero3", "ZeRO3.unpack", "self.before_backward(unit)"),
+        trains_wrong_or_fails,
+        {"make": SideLoss, "loss": with_side_loss},
+    ),
     (Mutation("zero3", "ZeRO3.before_backward", "if each.missing:", "if True:"), one_more_gather, {}),
     (
         Mutation("zero3", "ZeRO3.notice_backward", "self.expect_gradients()"),
