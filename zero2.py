@@ -302,7 +302,8 @@ def check_complete(buckets):
 # What it raises
 #
 # - At the build: what ZeRO-1 raises.
-# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed.
+# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed. On GPUs also complex
+#   gradients, which NCCL does not reduce-scatter. The engines support them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
 # - In backward: a graph of before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
