@@ -109,7 +109,7 @@ def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: in
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     sizes = [param.numel() for param in model.parameters()]
     ahead = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
-    made = [Layout(some, None) for some in group_by_size(model, bucket_mb)]
+    made = [Layout("", some, None) for some in group_by_size(model, bucket_mb)]
     share = 1 / ranks if accumulate == 1 else 0  # with several backwards all shards are there, so T does not count
     found = [_of_bucket(made[number:], made[max(0, number - 1)]) for number in range(len(made))]
     worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] * share)

@@ -31,8 +31,8 @@ class LocalBucket(Bucket):
 
 
 class WithoutBroadcast(ZeRO1):
-    def make_bucket(self, named_params):
-        return LocalBucket(named_params, self.group)
+    def make_bucket(self, name, named_params):
+        return LocalBucket(name, named_params, self.group)
 
 
 def build(model, optimizer, device):

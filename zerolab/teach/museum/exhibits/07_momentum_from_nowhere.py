@@ -25,7 +25,6 @@ make_optimizer = sgd
 
 class NeverCleared(ZeRO1):
     def zero_grad(self):
-        self.reduced = False
         for bucket in self.buckets:
             bucket.shard.grad = None
             for param, grad in zip(bucket.params, bucket.grads):

@@ -12,7 +12,7 @@ added. So only the last micro-batch counts.
 Unnoticed: With one backward per step it is correct. With several, the gradient of one micro-batch is still a gradient,
 only noisier, and half as large because each loss is divided by the number of micro-batches.
 
-Read: zero2.py, `deliver`: `shard.grad += self.shard`.
+Read: zero2.py, `deliver`: `shard.grad += self.shard_gradient`.
 """
 
 from zero2 import Reduction, ZeRO2
@@ -27,7 +27,7 @@ make_optimizer = sgd
 
 class ReplacingReduction(Reduction):
     def deliver(self):
-        self.bucket.shard.grad = self.shard
+        self.bucket.shard.grad = self.shard_gradient
 
 
 class LastBackwardOnly(ZeRO2):

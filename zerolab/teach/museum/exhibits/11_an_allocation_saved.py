@@ -12,7 +12,7 @@ keeps its whole storage alive. So nothing is freed, although no variable names t
 Unnoticed: `shard.grad.numel()` is 1/N of the gradients, and so is a sum of `numel()` over all tensors. Only somebody
 who counts storages sees the rest.
 
-Read: zero2.py, `Reduction`: `self.shard = self.flat.new_empty` and `self.flat = None`.
+Read: zero2.py, `Reduction`: `self.shard_gradient = self.gradient.new_empty`, and `receive`: `self.in_flight = None`.
 """
 
 from zero2 import Reduction, ZeRO2
@@ -25,7 +25,7 @@ CAUGHT_BY = "tests/conformance/test_memory.py::test_held_bytes_are_the_accountin
 class InPlaceReduction(Reduction):
     def __init__(self, bucket):
         super().__init__(bucket)
-        self.shard = self.flat[bucket.own]  # why allocate another tensor?
+        self.shard_gradient = self.gradient[bucket.own]  # why allocate another tensor?
 
 
 class ReceiveInPlace(ZeRO2):

@@ -36,7 +36,7 @@ class ReassignedUnit(Unit):
     def free(self):
         if self.allocated:
             self.wait()
-            self.flat = self.shard.detach()[:1].expand(self.numel)  # the same size without its own memory
+            self.flat = self.shard[:1].expand(self.numel)  # the same size without its own memory
             for index, param in enumerate(self.params):
                 param.data = self.place(self.flat, index)
             self.allocated = False
