@@ -15,25 +15,38 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("watch [ENGINE] [N]", description="Records a step of real ranks, and writes a page for a browser.")
-    parser.add_argument(
-        "engine", nargs="?", help="the engine to open with (default zero3; an unknown name prints the list)"
+    parser = Parser(
+        "watch [ENGINE] [N]",
+        description="Records one training step of real ranks, and writes a page that plays it in a browser.",
     )
-    parser.add_argument("ranks", nargs="?", help="2 to 16 (default: one per GPU, without GPUs 2)")
+    parser.add_argument(
+        "engine",
+        nargs="?",
+        help="the engine that the page shows first (default zero3); an unknown name prints the list",
+    )
+    parser.add_argument(
+        "ranks", nargs="?", help="the number of ranks, 2 to 16 (default: one per GPU, or 2 without GPUs)"
+    )
     add_engines(parser)
     add_engine_file(parser)
-    parser.add_argument("--bug", metavar="NUMBER", help="a bug from the museum next to the correct engine")
+    parser.add_argument("--bug", metavar="NUMBER", help="show this bug of the museum next to the correct engine")
     add_preset(parser)
     add_hardware(parser)
     add_json(parser)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
-    parser.add_argument("--seq", type=int, help="tokens per sequence (default 32: few, so that state is visible)")
-    parser.add_argument("--bucket-mb", type=non_negative_float, help="MiB of a bucket (default: the engine's)")
+    parser.add_argument(
+        "--seq", type=int, help="tokens per sequence (default 32; with more, activations hide the rest)"
+    )
+    parser.add_argument(
+        "--bucket-mb", type=non_negative_float, help="the size of a bucket in MiB (default: the engine's)"
+    )
     parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
-    parser.add_argument("--out", metavar="FILE", help="the page (default watch-ENGINE.html)")
-    parser.add_argument("--from", metavar="FILE", dest="source", help="record nothing: use the recordings in this file")
-    parser.add_argument("--gif", metavar="FILE", help="also draw the engine as an animation (in Chromium; slow)")
-    parser.add_argument("--dark", action="store_true", help="the animation in dark colours")
+    parser.add_argument("--out", metavar="FILE", help="the page to write (default watch-ENGINE.html)")
+    parser.add_argument(
+        "--from", metavar="FILE", dest="source", help="record nothing, and use the recordings in this file"
+    )
+    parser.add_argument("--gif", metavar="FILE", help="also draw an animation, which needs Chromium and takes minutes")
+    parser.add_argument("--dark", action="store_true", help="draw the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
     options = parser.parse_args(argv)
     shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")

@@ -12,7 +12,8 @@ from zerolab.run.shared_options import (
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
-        "conform [ENGINE|FILE.py ...] [N]", description="Which engines train correctly, refuse, or are silently wrong?"
+        "conform [ENGINE|FILE.py ...] [N]",
+        description="Tests which behaviours an engine gets right, refuses with an error, or silently gets wrong.",
     )
     parser.add_argument(
         "engines",
@@ -21,8 +22,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="zero2 for an engine, zero2.py for the chapter, or your own file "
         "(default: our engines, the chapters, torch's own, DeepSpeed if installed)",
     )
-    parser.add_argument("--only", metavar="TEXT", default="", help="tests whose name has this text (pytest's -k)")
-    parser.add_argument("--thorough", action="store_true", help="also further sizes, options and numbers of ranks")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run only the tests whose name contains this text (pytest's -k)"
+    )
+    parser.add_argument("--thorough", action="store_true", help="also test further sizes, options and numbers of ranks")
     add_json(parser)
     options = parser.parse_args(argv)
     options.ranks = 2

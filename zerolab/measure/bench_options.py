@@ -22,15 +22,22 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("bench [N]", description="Step times of engines and options that make their steps in turn.")
+    parser = Parser(
+        "bench [N]",
+        description="Measures step times and peaks of several engines, or of several options, which take turns.",
+    )
     add_preset(parser)
-    parser.add_argument("--layers", type=positive_int, help="blocks, in place of the preset's")
-    parser.add_argument("--width", type=positive_int, help="width of the blocks")
-    parser.add_argument("--heads", type=positive_int, help="heads of attention")
-    parser.add_argument("--vocab", type=vocabulary, help="tokens that the model knows; text is bytes")
+    parser.add_argument("--layers", type=positive_int, help="number of blocks, instead of the preset's")
+    parser.add_argument("--width", type=positive_int, help="width of the blocks, instead of the preset's")
+    parser.add_argument("--heads", type=positive_int, help="number of attention heads, instead of the preset's")
+    parser.add_argument(
+        "--vocab", type=vocabulary, help="size of the vocabulary, 256 or more, because the text is bytes"
+    )
     add_engines(parser)
     add_engine_file(parser)
-    parser.add_argument("--rounds", type=positive_int, default=15, help="timed steps of each engine (default 15)")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=15, help="how many steps of each engine are timed (default 15)"
+    )
     add_batch(parser, 4)
     add_seq(parser)
     add_hardware(parser)
@@ -41,21 +48,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="WORDS",
-        help="what options cost; only those with WORDS in their name (wrong ones list them)",
+        help="measure what the options cost; with WORDS only the sweeps with these words in their name",
     )
     instead.add_argument(
         "--host",
         nargs="?",
         const="",
         metavar="ENGINE",
-        help="the host's time per step, on many small parameters; with ENGINE also where it goes",
+        help="measure Python's own time per step, on many small parameters; with ENGINE, also where it goes",
     )
     instead.add_argument(
         "--ratios",
         nargs="+",
         type=existing_file,
         metavar="FILE",
-        help="ratios of step times, out of files of compare --json",
+        help="print ratios of step times from files that compare --json has written",
     )
     options = parser.parse_args(argv)
     parser.beside("--ratios")

@@ -21,10 +21,18 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("memory [N]", description="The memory and traffic of one rank of N, by a dry run.")
-    parser.add_argument("ranks", metavar="N", nargs="?", type=int, help="ranks, 1 to 1,000,000 (default 8)")
+    parser = Parser(
+        "memory [N]",
+        description="Reports what one rank of N would hold and send, without N GPUs: by a dry run on fake tensors.",
+    )
     parser.add_argument(
-        "--up-to", type=positive_int, metavar="N", help="in place of N: 1, 2, 4, ... up to so many ranks, peaks only"
+        "ranks", metavar="N", nargs="?", type=int, help="the number of ranks, 1 to 1,000,000 (default 8)"
+    )
+    parser.add_argument(
+        "--up-to",
+        type=positive_int,
+        metavar="N",
+        help="instead of N: report only the peaks, for 1, 2, 4, ... up to so many ranks",
     )
     add_preset(parser, "7b")
     add_engines(parser)
@@ -38,7 +46,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("fake", "cuda", "xpu"),
         default="fake",
-        help="fake: no memory is used; cuda (or xpu): real allocations",
+        help="fake allocates nothing; cuda (or xpu) makes the allocations of rank 0 on one GPU",
     )
     options = parser.parse_args(argv)
     check_engines(parser, options)

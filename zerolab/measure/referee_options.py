@@ -28,7 +28,10 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("compare [N]", description="One GPT under DDP, our stages and torch's own: who trains alike?")
+    parser = Parser(
+        "compare [N]",
+        description="Trains one GPT under DDP, our stages and FSDP2, and compares losses, memory, traffic and time.",
+    )
     add_preset(parser)
     add_engines(parser)
     add_engine_file(parser)
@@ -37,7 +40,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--timed-steps",
         type=non_negative_int,
         default=12,
-        help="steps to time per engine, 0 for none (default 12)",
+        help="how many steps of each engine are timed; 0 times none (default 12)",
     )
     add_dtype(parser)
     add_seq(parser)
@@ -46,12 +49,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_checkpoint_activations(parser)
     add_training(parser)
     parser.add_argument(
-        "--slow-rank", type=rank_and_seconds, metavar="RANK:SECONDS", help="delay a rank in every timed step, as 1:0.05"
+        "--slow-rank",
+        type=rank_and_seconds,
+        metavar="RANK:SECONDS",
+        help="delay a rank in every timed step; 1:0.05 delays rank 1 by 0.05 seconds",
     )
     add_hardware(parser)
     add_json(parser)
-    parser.add_argument("--breakdown", action="store_true", help="also print what each rank's step time is spent on")
-    parser.add_argument("--quick", action="store_true", help="a toy model and few steps: a verdict in under a minute")
+    parser.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="also print how much of a step each rank computes, waits and communicates",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="train a toy model for a few steps, which takes less than a minute"
+    )
     options = parser.parse_args(argv)
     if options.quick:  # other defaults; what was typed still counts
         parser.set_defaults(preset="toy", steps=5, timed_steps=5)

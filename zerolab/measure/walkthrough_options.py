@@ -24,22 +24,32 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     name, *words = sys.argv[1:] if argv is None else argv
     if name not in CHAPTERS:
         raise ValueError(f"the first word must be one of {', '.join(CHAPTERS)}, got {name!r}")
-    parser = Parser(f"{name} [N]", description=f"{name}.py: a few training steps, then one step event by event.")
+    parser = Parser(
+        f"{name} [N]",
+        description=f"Trains a GPT with {name}.py for a few steps, and prints the last one event by event.",
+    )
     add_preset(parser)
-    parser.add_argument("--steps", type=positive_int, default=5, help="training steps, 2 or more (default 5)")
+    parser.add_argument("--steps", type=positive_int, default=5, help="number of training steps, 2 or more (default 5)")
     add_batch(parser, 4)
     add_accumulate(parser)
     if name == "zero3":
-        parser.add_argument("--prefetch", type=non_negative_int, default=1, help="units to gather ahead (default 1)")
+        parser.add_argument(
+            "--prefetch", type=non_negative_int, default=1, help="how many units are gathered ahead (default 1)"
+        )
     else:
         parser.add_argument(
-            "--bucket-mb", type=non_negative_float, default=2.0, help="MiB; 0: one per parameter (default 2.0)"
+            "--bucket-mb",
+            type=non_negative_float,
+            default=2.0,
+            help="the size of a bucket in MiB; 0 makes one bucket per parameter (default 2.0)",
         )
     add_checkpoint_activations(parser)
     add_training(parser)
-    parser.add_argument("--map", action="store_true", help="print which ranks own which parameter, all of them")
+    parser.add_argument("--map", action="store_true", help="print for every parameter which ranks own it")
     parser.add_argument(
-        "--trace", metavar="FILE", help="write a Chrome/Perfetto trace of one more step, and of step 0, to this file"
+        "--trace",
+        metavar="FILE",
+        help="write a trace of step 0 and of one more step to this file, for Chrome or Perfetto",
     )
     add_hardware(parser)
     options = parser.parse_args(words)

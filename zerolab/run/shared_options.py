@@ -76,20 +76,27 @@ def rank_and_seconds(text: str) -> tuple[int, float]:
 
 def add_preset(parser, default: str = "tiny") -> None:
     names = ", ".join(PRESETS)
-    parser.add_argument("--preset", type=preset, default=default, help=f"model shape: {names} (default {default})")
+    parser.add_argument(
+        "--preset", type=preset, default=default, help=f"the size of the model: {names} (default {default})"
+    )
 
 
 def add_seq(parser) -> None:
-    parser.add_argument("--seq", type=positive_int, help="tokens per sequence (default: the preset's maximum)")
+    parser.add_argument("--seq", type=positive_int, help="tokens per sequence (default: as many as the preset allows)")
 
 
 def add_steps(parser, default: int) -> None:
-    parser.add_argument("--steps", type=positive_int, default=default, help=f"training steps (default {default})")
+    parser.add_argument(
+        "--steps", type=positive_int, default=default, help=f"number of training steps (default {default})"
+    )
 
 
 def add_batch(parser, default: int) -> None:
     parser.add_argument(
-        "--batch", type=positive_int, default=default, help=f"sequences per rank and step (default {default})"
+        "--batch",
+        type=positive_int,
+        default=default,
+        help=f"sequences that each rank trains on per step (default {default})",
     )
 
 
@@ -98,39 +105,62 @@ def add_accumulate(parser) -> None:
         "--accumulate",
         type=positive_int,
         default=1,
-        help="backwards per step, each on a part of the batch (default 1)",
+        help="split each batch into so many micro-batches, each with its own backward (default 1)",
     )
 
 
 def add_checkpoint_activations(parser) -> None:
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    parser.add_argument(
+        "--checkpoint-activations",
+        action="store_true",
+        help="do not keep the activations of the blocks, but compute them again in backward",
+    )
 
 
 def add_dtype(parser) -> None:
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes and gathers in bfloat16 (default fp32)"
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="with bf16, compute and gather in bfloat16 and keep float32 weights (default fp32)",
     )
 
 
 def add_training(parser) -> None:
     """What is trained on, and how."""
     parser.add_argument(
-        "--data", type=existing_file, help="a file to train on (default: the Python standard library's sources)"
+        "--data", type=existing_file, help="the file to train on (default: the sources of Python's standard library)"
     )
-    parser.add_argument("--lr", type=non_negative_float, default=1e-3, help="AdamW's learning rate (default 0.001)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    parser.add_argument(
+        "--lr", type=non_negative_float, default=1e-3, help="the learning rate of AdamW (default 0.001)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the weights and the batches (default 0)")
 
 
 def add_hardware(parser) -> None:
     backends = ("auto", "gloo", "nccl", "xccl")
-    parser.add_argument("--backend", choices=backends, default="auto", help="nccl is for CUDA (default auto)")
+    parser.add_argument(
+        "--backend",
+        choices=backends,
+        default="auto",
+        help="the library for collectives; auto takes nccl if each rank has its own GPU (default auto)",
+    )
     devices = ("auto", "cpu", "cuda", "xpu")
-    parser.add_argument("--device", choices=devices, default="auto", help="cuda is for AMD, too (default auto)")
-    parser.add_argument("--anyway", action="store_true", help="start even if there is not enough free memory")
+    parser.add_argument(
+        "--device",
+        choices=devices,
+        default="auto",
+        help="where to compute; AMD's GPUs are called cuda as well (default auto)",
+    )
+    parser.add_argument(
+        "--anyway", action="store_true", help="start even if the memory that is free does not seem to be enough"
+    )
 
 
 def add_engines(parser) -> None:
-    parser.add_argument("--engines", metavar="NAME,NAME", help="run only these (an unknown name prints the list)")
+    parser.add_argument(
+        "--engines", metavar="NAME,NAME", help="run only these engines; an unknown name prints the list"
+    )
 
 
 def add_engine_file(parser) -> None:
@@ -139,12 +169,12 @@ def add_engine_file(parser) -> None:
         metavar="FILE.py",
         action="append",
         default=[],
-        help="your own engine, see docs/your-engine.md; may be given several times",
+        help="a file with your own engine, see docs/your-engine.md; can be given several times",
     )
 
 
 def add_json(parser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
 
 
 # Checks of several options together.

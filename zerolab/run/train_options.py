@@ -19,22 +19,28 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("train STAGE [N]", description="A training run that resumes: the same command goes on.")
+    parser = Parser(
+        "train STAGE [N]", description="Trains a GPT and saves checkpoints. Run the same command again to resume."
+    )
     parser.add_argument("stage", metavar="STAGE", choices=CHAPTERS, help=", ".join(CHAPTERS))
-    parser.add_argument("--folder", type=Path, help="checkpoints and losses.jsonl (default runs/STAGE-PRESET)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoints and losses.jsonl are written (default runs/STAGE-PRESET)"
+    )
     add_preset(parser)
     add_steps(parser, 200)
     parser.add_argument(
         "--global-batch",
         type=positive_int,
         default=8,
-        help="sequences per step, of all ranks together (default 8)",
+        help="sequences per step of all ranks together (default 8)",
     )
     add_dtype(parser)
     parser.add_argument(
-        "--save-every", type=positive_int, default=50, help="steps from checkpoint to checkpoint (default 50)"
+        "--save-every", type=positive_int, default=50, help="save a checkpoint after every so many steps (default 50)"
     )
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rates for TensorBoard")
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="also write losses and learning rates there, for TensorBoard"
+    )
     add_training(parser)
     add_hardware(parser)
     options = parser.parse_args(argv)

@@ -10,11 +10,15 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("articles", description="Runs the claims of five articles, and prints which of them hold.")
+    parser = Parser("articles", description="Measures what five articles claim, and prints which of the claims hold.")
     names = ("multiple_gpus", "sharding_state", "frameworks", "scaling", "wordpress")
-    parser.add_argument("--article", choices=names, help="only the claims of this article")
+    parser.add_argument("--article", choices=names, help="measure only the claims of this article")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="only claims with a TEXT in their sentence or name"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="measure only the claims whose name or sentence contains a TEXT",
     )
     add_json(parser)
     options = parser.parse_args(argv)

@@ -11,17 +11,19 @@ from zerolab.run.shared_options import (
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--check", action="store_true", help="write nothing, and list the pages that are stale")
-    instead.add_argument("--figure", metavar="NAME", help="draw this figure, and write no page")
+    instead.add_argument(
+        "--check", action="store_true", help="write nothing, and list the pages whose generated parts are out of date"
+    )
+    instead.add_argument("--figure", metavar="NAME", help="draw only this figure, and write no page")
     parser.add_argument(
         "--from",
         metavar="FILE",
         nargs="+",
         type=existing_file,
         dest="source",
-        help="with --figure: draw it from this, not from results/",
+        help="with --figure: draw it from these files instead of results/",
     )
-    parser.add_argument("--out", help="the figures' folder (default results/figures of the project)")
+    parser.add_argument("--out", help="the folder for the figures (default: results/figures of the project)")
     options = parser.parse_args(argv)
     parser.beside("--check")
     parser.needs("--from", "--figure")

@@ -7,9 +7,14 @@ from zerolab.run.command_line import Parser
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("bug [NUMBER [N]]", description="A museum of bugs: without NUMBER the list, else one of them runs.")
-    parser.add_argument("number", nargs="?", help="the number of a bug; without it: the list")
-    parser.add_argument("ranks", metavar="N", nargs="?", type=int, default=2, help="2 to 16 ranks (default 2)")
+    parser = Parser(
+        "bug [NUMBER [N]]",
+        description="The museum of bugs: lists them, or runs bug NUMBER next to the correct stage.",
+    )
+    parser.add_argument("number", nargs="?", help="the number of a bug")
+    parser.add_argument(
+        "ranks", metavar="N", nargs="?", type=int, default=2, help="the number of ranks, 2 to 16 (default 2)"
+    )
     for name, what in (
         ("clue", "the symptom, and a question to think about"),
         ("hint", "which method to look at"),
