@@ -10,6 +10,7 @@ import pickle
 import resource
 import shutil
 import warnings
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -369,7 +370,7 @@ def torch_load(trained, folder, group=None):
 
 
 @three_ranks
-@pytest.mark.parametrize("numbers", [(3, 2, 1), *thorough((1, 3, 2), (2, 1, 3))])
+@pytest.mark.parametrize("numbers", [(3, 2, 1), *thorough((1, 3, 2), (3, 2, 3))])
 @pytest.mark.parametrize("order", [STAGES, STAGES[::-1], *thorough([STAGES[1], STAGES[0], STAGES[2]])])
 @on_every_rank
 def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers, tmp_path):
@@ -397,6 +398,101 @@ def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers,
         for name in expected.keys() - {key for key in expected if "unused" in key and "'" in key}:
             if "step" not in name and "_extra_state" not in name and isinstance(expected[name], torch.Tensor):
                 same(found[name], expected[name], EXACT, name)
+
+
+class Experts(nn.Module):
+    """One of four linear layers computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x, expert):
+        return torch.tanh(self.experts[expert](x))
+
+
+class Mixture(nn.Module):
+    """All experts of a block are in one unit, because all ranks gather the same units."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 5), nn.Linear(5, 3)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, tokens, expert):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = block(x, expert)
+        return self.head(x)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "order", [(ZeRO1Engine, ZeRO3Engine), *long((ZeRO3Engine, ZeRO2Engine), (ZeRO2Engine, ZeRO1Engine))]
+)
+@on_every_rank
+def test_experts_of_different_ranks_resume_in_another_stage(ranks, order, tmp_path):
+    """Each rank uses a different expert in each step, and one is unused until the run has moved to the other stage."""
+    plain = seeded(Mixture)
+    optimizer = ADAMW(plain.parameters())
+    engines = [
+        stage(model, ADAMW(model.parameters()), find_unused=True)
+        for stage, model in zip(order, (seeded(Mixture), seeded(Mixture, seed=3)))
+    ]
+
+    def loss_of(model, step, rank):
+        tokens, targets = batch(step, rank)
+        return nn.functional.mse_loss(model(tokens, (2 * (step > 2) + step + rank) % 4), targets)
+
+    for step in range(5):
+        for rank in range(2):
+            (loss_of(plain, step, rank) / 2).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            checkpoint.save(engines[0], tmp_path)
+            checkpoint.load(engines[1], tmp_path)
+        engine = engines[step >= 2]
+        loss_of(engine, step, dist.get_rank()).backward()
+        same(engine.clip_grad_norm_(0.05), expected, EXACT, f"the norm in step {step}")
+        engine.step()
+        engine.zero_grad()
+    for name, value in engines[1].full_state_dict().items():
+        same(value, plain.state_dict()[name], EXACT, name)
+
+
+class OddNames(nn.Module):
+    """Names that checkpoints or optimizers use for other things, or that are no names in Python."""
+
+    NAMES = ["0", "1e3", "a b", "ä/ß", "param_groups", "state", "step", "exp_avg", "_extra_state"]
+
+    def __init__(self):
+        super().__init__()
+        self.optim = nn.ParameterDict({name: torch.randn(3, 2) for name in self.NAMES})
+        self.model = nn.ModuleDict({"model": nn.Linear(6, 3), "a\nb": nn.Linear(3, 3)})
+
+    def forward(self, tokens):
+        x = self.model["a\nb"](self.model["model"](tokens.double()))
+        return x + torch.stack(list(self.optim.values())).sum(0).sum(1)
+
+
+@two_ranks
+@pytest.mark.parametrize("order", [(ZeRO3Engine, ZeRO1Engine), *long((ZeRO2Engine, ZeRO3Engine))])
+@on_every_rank
+def test_odd_names_come_back(ranks, order, tmp_path):
+    """Weights and moments go to the parameter of the same name, whatever the name is."""
+    models = seeded(OddNames), seeded(OddNames, seed=3)
+    engine, other = (stage(model, ADAMW(model.parameters())) for stage, model in zip(order, models))
+    train(engine, range(2))
+    checkpoint.save(engine, tmp_path / "ä b")
+    checkpoint.load(other, tmp_path / "ä b")
+    for each in (engine, other):
+        train(each, range(2, 4))
+    expected = engine.full_state_dict()
+    assert len(expected) == len(OddNames.NAMES) + 4
+    for name, value in other.full_state_dict().items():
+        same(value, expected[name], EXACT, name)
 
 
 @three_ranks
@@ -937,8 +1033,9 @@ def files_of_at_most(nbytes):
 
 @two_ranks
 @pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("full", [0, 1])
 @on_every_rank
-def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_path):
+def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, full, tmp_path):
     """The error names the rank, no files are left, and the earlier checkpoint and the next save are good."""
     engine = build(ZeRO1Engine)
 
@@ -948,12 +1045,13 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_pa
         return checkpoint.save(engine, tmp_path, **extra)
 
     save(step=1)
-    limit = files_of_at_most(2_000) if dist.get_rank() == 1 else contextlib.nullcontext()
-    full = SimpleNamespace(free=1_000 if dist.get_rank() == 1 else 10**12)
+    limit = files_of_at_most(2_000) if dist.get_rank() == full else contextlib.nullcontext()
+    usage = SimpleNamespace(free=1_000 if dist.get_rank() == full else 10**12)
     with limit, warnings.catch_warnings(record=True, action="always") as warned:
-        raised_on_every_rank(RuntimeError, "rank 1: OSError(27, 'File too large')). Earlier", save, step=2)
-        with patch("shutil.disk_usage", Mock(return_value=full)):
-            raised_on_every_rank(RuntimeError, "is full: rank 1 has 0.0 MB to write, and 0.0 MB are free", save, step=2)
+        raised_on_every_rank(RuntimeError, f"rank {full}: OSError(27, 'File too large')). Earlier", save, step=2)
+        text = f"is full: rank {full} has 0.0 MB to write, and 0.0 MB are free"
+        with patch("shutil.disk_usage", Mock(return_value=usage)):
+            raised_on_every_rank(RuntimeError, text, save, step=2)
         engine.saving and engine.saving.thread.submit(int).result()  # the thread warns after its future has its error
     assert [str(each.message) for each in warned if "was not saved" in str(each.message)] or not in_background
     dist.barrier()
@@ -961,6 +1059,19 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, tmp_pa
     assert checkpoint.load(engine, tmp_path) == {"step": 1}
     save(step=3)
     assert checkpoint.load(engine, tmp_path) == {"step": 3}
+
+
+@two_ranks
+@on_every_rank
+def test_a_save_by_one_rank_names_its_cause(ranks, tmp_path):
+    """The others never call it. The error after the group's timeout says so, and has torch's own error in it."""
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    engine = build(ZeRO2Engine, group=group)
+    text = "All ranks of the engine must call this together, and not only rank 0"
+    if dist.get_rank() == 0:
+        raised_on_every_rank(RuntimeError, text, checkpoint.save, engine, tmp_path)
+        raised_on_every_rank(RuntimeError, text, engine.full_state_dict)
+    dist.barrier()
 
 
 def no_space(*_):

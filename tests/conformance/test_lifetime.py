@@ -58,12 +58,31 @@ def test_a_dropped_engine_is_freed(engine, use):
     things += [each for bucket in trained.all_buckets for each in (bucket.shard, bucket.flat)]
     references = [weakref.ref(each) for each in things]
     del trained, model, things
+    assert alive_after_collection(references) == []
+
+
+def alive_after_collection(references):
+    """The types of what is still alive. gloo's thread frees a collective's buffers a moment after `wait()`."""
     gc.collect()
-    deadline = time.monotonic() + 20  # gloo's thread frees a collective's buffers a moment after `wait()`
+    deadline = time.monotonic() + 20
     while any(each() is not None for each in references) and time.monotonic() < deadline:
         time.sleep(0.05)
         gc.collect()
-    assert [type(each()).__name__ for each in references if each() is not None] == []
+    return [type(each()).__name__ for each in references if each() is not None]
+
+
+@ours
+def test_a_hundred_engines_leave_nothing(engine):
+    """As in a search over learning rates in one process."""
+    references = []
+    for number in range(100):
+        model = seeded(lambda: nn.Linear(6, 3))
+        trained = engine(model, ADAMW(model.parameters(), lr=0.001 * number))
+        trained.training_step(torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3), nn.functional.mse_loss)
+        references += [weakref.ref(each) for each in (trained, model, trained.optimizer, model.weight)]
+        references += [weakref.ref(each) for bucket in trained.all_buckets for each in (bucket.shard, bucket.flat)]
+    del trained, model
+    assert alive_after_collection(references) == []
 
 
 @pytest.mark.stages("zero3")

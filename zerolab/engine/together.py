@@ -18,7 +18,13 @@ def on_all_ranks(work, group):
     everyone = [(error, result)]
     if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (portable(error), result), group=group)
+        try:
+            dist.all_gather_object(everyone, (portable(error), result), group=group)
+        except RuntimeError as lost:
+            raise RuntimeError(
+                "another rank did not take part. All ranks of the engine must call this together, and not only rank 0. "
+                f"If another rank has printed an error, that error is the cause. ({lost})"
+            ) from lost
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
             alike = all(str(other) == str(problem) for other, _ in everyone)
