@@ -220,9 +220,9 @@ def article(key: str) -> str:
 
 
 def lines(*chapters: str) -> str:
-    """How many lines the chapters' files have."""
-    *most, last = (f"{len((ROOT / f'{chapter}.py').read_text().splitlines())}" for chapter in chapters)
-    return f"{', '.join(most)} and {last} lines"
+    """About how many lines the chapters' files have, so that small changes leave the page as it is."""
+    *most, last = (f"{round(len((ROOT / f'{chapter}.py').read_text().splitlines()), -1)}" for chapter in chapters)
+    return f"about {', '.join(most)} and {last} lines"
 
 
 def parameters(which: str) -> str:
