@@ -7,12 +7,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Blocks, Recorder, Tied, mse, own_batch, seeded
+from helpers import MOMENTUM, Block, Blocks, Recorder, Tied, mse, own_batch, seeded
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from conformance.pair import Pair
+from zerolab.engine import checkpoint as checkpoints
 
 ours = pytest.mark.stages("zero1", "zero2", "zero3")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -124,14 +127,49 @@ def test_a_model_has_one_engine(engine):
     """A second engine with the same model, or an engine with DDP's wrapper, raises an error."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()))
-    if engine.like != "zero1":
-        with pytest.raises(ValueError, match="another engine"):
-            engine(model, MOMENTUM(model.parameters()))
+    with pytest.raises(ValueError, match="another engine"):
+        engine(model, MOMENTUM(model.parameters()))
     wrapped = nn.parallel.DistributedDataParallel(seeded(Blocks))
     with pytest.raises(ValueError, match=r"\.module"):
         engine(wrapped, MOMENTUM(wrapped.parameters()))
     mse(trained, *own_batch(0)).backward()
     trained.step()
+
+
+def without_scalars(model):
+    """FSDP supports no scalars, and FSDP2 only contiguous parameters."""
+    for param in model.parameters():
+        param.data = (param.data.reshape(1) if param.ndim == 0 else param.data).contiguous()
+    return model
+
+
+def fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp1_of_a_part(model):
+    model.blocks[1] = FullyShardedDataParallel(model.blocks[1], device_id=torch.device("cpu"), use_orig_params=True)
+    return model
+
+
+def fsdp2(model):
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+SHARDED = {shard.__name__: shard for shard in (fsdp1, fsdp1_of_a_part, fsdp2)}
+
+
+@ours
+@pytest.mark.parametrize("shard", SHARDED)
+def test_a_model_that_is_sharded_already_is_refused(engine, shard):
+    """By FSDP1 or `fully_shard`, whole or in part: the error names it."""
+    model = SHARDED[shard](without_scalars(seeded(Blocks)))
+    with pytest.raises(ValueError, match="FullyShardedDataParallel|fully_shard"):
+        engine(model, MOMENTUM(model.parameters()))
+    Pair(engine, seeded(Blocks)).train(1)
 
 
 def freeze_head(model):
@@ -150,18 +188,38 @@ def add_buffer(model):
     model.register_buffer("more", torch.zeros(2))
 
 
+def reorder(model):
+    model.head.weight, model.head.bias = None, None
+    other = seeded(nn.Linear, 5, 3)
+    model.head.bias, model.head.weight = other.bias, other.weight
+    del model.head._parameters["weight"], model.head._parameters["bias"]
+    model.head.bias, model.head.weight = other.bias, other.weight
+
+
+def other_optimizer(model):
+    return torch.optim.RMSprop(model.parameters())
+
+
+def two_groups(model):
+    *rest, last = model.parameters()
+    return MOMENTUM([{"params": rest}, {"params": [last]}])
+
+
 def change_nothing(model):
     pass
 
 
 DIFFERENT = {
-    "frozen": (freeze_head, {}),
-    "a dtype": (cast_head, {}),
-    "a block more": (add_block, {}),
-    "a buffer more": (add_buffer, {}),
-    "find_unused": (change_nothing, {"find_unused": True}),
-    "param_dtype": (change_nothing, {"param_dtype": torch.bfloat16}),
-    "reduce_dtype": (change_nothing, {"reduce_dtype": torch.float32}),
+    "frozen": (freeze_head, {}, r"parameter 'head\.bias' is .*frozen there and .*trained in group 0 on rank 0"),
+    "a dtype": (cast_head, {}, r"parameter 'head\.weight' is torch\.float32.*torch\.float64"),
+    "a block more": (add_block, {}, r"parameter 'blocks\.3\.down' is .* there and absent on rank 0.* more differences"),
+    "a buffer more": (add_buffer, {}, r"buffer 'more' is torch\.float32.* and absent on rank 0"),
+    "the order": (reorder, {}, r"the position of 'head\.bias' is 13 there and 14 on rank 0"),
+    "the optimizer": (other_optimizer, {}, r"optimizer is RMSprop there and SGD on rank 0"),
+    "the groups": (two_groups, {}, r"'head\.bias' is .*trained in group 1 there and .*group 0"),
+    "find_unused": (change_nothing, {"find_unused": True}, "find_unused is True there and False on rank 0"),
+    "param_dtype": (change_nothing, {"param_dtype": torch.bfloat16}, r"param_dtype is torch\.bfloat16 there and None"),
+    "reduce_dtype": (change_nothing, {"reduce_dtype": torch.float32}, r"reduce_dtype is torch\.float32 there and None"),
 }
 
 
@@ -169,16 +227,20 @@ DIFFERENT = {
 @ours
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_what_differs_on_one_rank_is_an_error_on_all(engine, case):
-    """If a model or an option differs on the last rank, every rank raises an error with its number, and none waits."""
-    change, options = DIFFERENT[case]
+    """If a model or an option differs on the last rank, every rank raises an error with its number, and none waits.
+
+    The error names what differs, with both values.
+    """
+    change, options, text = DIFFERENT[case]
     model = seeded(Blocks)
     last = dist.get_world_size() - 1
+    optimizer = None
     if dist.get_rank() == last:
-        change(model)
+        optimizer = change(model)
     else:
         options = {}
-    with pytest.raises(ValueError, match=rf"rank\(s\) \[{last}\]"):
-        engine(model, MOMENTUM(model.parameters()), **options)
+    with pytest.raises(ValueError, match=rf"rank\(s\) \[{last}\].*{text}"):
+        engine(model, optimizer or MOMENTUM(model.parameters()), **options)
 
 
 @ours
@@ -226,25 +288,72 @@ def test_gradients_that_have_moved_are_not_silently_none(engine, read):
     pair.train()
 
 
+@pytest.mark.stages("zero2", "zero3")
+def test_hooks_and_optimizers_that_come_too_late_are_named(engine):
+    """A hook registered after the build, and a second optimizer, find no gradient: the error names these causes."""
+    pair = Pair(engine, seeded(Blocks))
+    second = MOMENTUM(pair.model.parameters())
+    handle = pair.model.embedding.weight.register_post_accumulate_grad_hook(read_gradient)
+    with pytest.raises(RuntimeError, match=r"hook.*before the engine is built"):
+        pair.loss_of_engine().backward()
+    handle.remove()
+    pair.trained.zero_grad()
+    pair.loss_of_engine().backward()
+    for method in (second.step, second.zero_grad):
+        with pytest.raises(RuntimeError, match=r"another optimizer over the model's parameters"):
+            method()
+    pair.trained.zero_grad()
+    pair.train()
+
+
+def read_gradient(param):
+    param.grad.norm()
+
+
 @pytest.mark.stages("zero1")
-@pytest.mark.parametrize("change", ["zero_grad", "none", "other"])
-def test_gradients_that_left_zero1s_bucket_are_refused(engine, change):
-    """They would not be sent. Changes in place are kept."""
+@pytest.mark.parametrize("change", ["zero_grad", "none", "other", "another optimizer"])
+def test_replacing_gradients_of_zero1_is_refused(engine, change):
+    """They would not be sent. The error comes at once, and names the engine's method. Changes in place are kept."""
+    pair = Pair(engine, seeded(Blocks))
+    second = MOMENTUM(pair.model.parameters())
+    pair.train(1)
+    pair.backward(0)
+    with pytest.raises(RuntimeError, match=r"must not be replaced.*engine\.zero_grad\(\)"):
+        if change == "zero_grad":
+            pair.model.zero_grad()
+        elif change == "another optimizer":
+            second.zero_grad()
+        elif change == "none":
+            pair.model.head.weight.grad = None
+        else:
+            pair.model.head.weight.grad = torch.ones_like(pair.model.head.weight)
+    pair.step()
+    pair.train()
+
+
+@pytest.mark.stages("zero1")
+def test_gradients_that_left_zero1s_bucket_are_refused(engine):
+    """`create_graph=True` makes new gradients, which would not be sent."""
     pair = Pair(engine, seeded(Blocks))
     pair.train(1)
-    pair.loss_of_engine().backward()
-    if change == "zero_grad":
-        pair.model.zero_grad()
-        pair.loss_of_engine().backward()
-    elif change == "none":
-        pair.model.head.weight.grad = None
-    else:
-        pair.model.head.weight.grad = torch.ones_like(pair.model.head.weight)
+    pair.loss_of_engine().backward(create_graph=True)
     with Recorder() as recorder, pytest.raises(RuntimeError, match="was replaced"):
         pair.trained.step()
     assert not recorder.collectives, "it sent something before it found out"
     pair.trained.zero_grad()
     pair.train()
+
+
+@ours
+def test_a_step_that_threw_away_its_gradients_in_place(engine):
+    """`optimizer.zero_grad(set_to_none=False)` after the step clears what a further backward would add to."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        pair.backward(step)
+        for optimizer, stepped in zip(pair.optimizers, (pair.optimizer, pair.trained)):
+            stepped.step()
+            optimizer.zero_grad(set_to_none=False)
+    pair.check_weights()
 
 
 @ours
@@ -285,9 +394,8 @@ def test_the_optimizers_zero_grad_is_refused(engine):
     pair.optimizer.zero_grad()
     pair.trained.step()
     pair.trained.optimizer.zero_grad()
-    pair.loss_of_engine().backward()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
-        pair.trained.step()
+    with pytest.raises(RuntimeError, match=r"engine\.zero_grad\(\)"):
+        pair.loss_of_engine().backward()
     pair.trained.zero_grad()
     pair.train()
 
@@ -320,6 +428,92 @@ def test_a_model_that_moves_after_the_build_is_refused(engine, move):
         trained.step()
     for name, value in trained.full_state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+# Weights that change at the wrong moment.
+
+
+def load_a_state(trained, state, folder):
+    trained.load_full_state_dict(state)
+
+
+def load_a_checkpoint(trained, state, folder):
+    checkpoints.load(trained, folder)
+
+
+LOADS = {load.__name__: load for load in (load_a_state, load_a_checkpoint)}
+
+
+@ours
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.float64}, {"reshard": False}], ids=str)
+def test_weights_loaded_between_forward_and_backward_are_refused(engine, load, options, tmp_path):
+    """Backward would use activations of the old weights and values of the new ones. Plain torch raises an error too."""
+    if options == {"reshard": False}:
+        if engine.like != "zero3":
+            pytest.skip("only ZeRO-3 has the option")
+        options = {"reshard_after_forward": False}
+    pair = Pair(engine, seeded(Blocks), **options)
+    state = pair.trained.full_state_dict()
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    checkpoints.save(pair.trained, folder[0])
+    loss = pair.loss_of_engine()
+    LOADS[load](pair.trained, state, folder[0])
+    with pytest.raises(RuntimeError, match="in place|inplace"):
+        loss.backward()
+    pair.trained.zero_grad()
+    pair.train()
+
+
+class Writes(Blocks):
+    """A forward that writes to its own weights, in a unit or at the root."""
+
+    written = None
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = Clamped()
+
+    def forward(self, tokens):
+        self.blocks[1].written = self.written == "unit"
+        if self.written == "root":
+            with torch.no_grad():
+                self.head.bias.clamp_(-0.01, 0.01)
+        return super().forward(tokens)
+
+
+class Clamped(Block):
+    def forward(self, x):
+        if self.written:
+            with torch.no_grad():
+                self.up.bias.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("where, name", [("unit", "blocks.1"), ("root", "root")])
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_forward_that_writes_to_its_weights_is_refused(engine, where, name, when):
+    """The gathered weights are freed after forward, so the change would be lost. The error names the unit."""
+    pair = Pair(engine, seeded(Writes))
+    pair.train(1)
+    pair.model.written = where
+    with torch.set_grad_enabled(when == "training"), pytest.raises(RuntimeError, match=f"'{name}'.*in place"):
+        loss = pair.loss_of_engine()
+        loss.backward()  # the root is freed only now
+    pair.trained.zero_grad()
+    pair.model.written = None
+    pair.train()
+
+
+@pytest.mark.stages("zero1", "zero2")
+@pytest.mark.parametrize("where", ["unit", "root"])
+def test_a_forward_may_write_to_its_weights(engine, where):
+    """In ZeRO-1 and -2, if it writes the same on all ranks."""
+    model, start = seeded(Writes), seeded(Writes)
+    model.written = start.written = where
+    Pair(engine, model, start=start).train()
 
 
 # ZeRO-3's freed weights.
@@ -398,6 +592,29 @@ def test_a_freed_weight_is_printed_by_its_name(engine):
 def test_reentrant_checkpoints_train(engine):
     """In ZeRO-1 and -2. ZeRO-3 does not support them (docs/limits.md)."""
     Pair(engine, seeded(Reentrant)).train()
+
+
+@pytest.mark.stages("zero3")
+def test_saved_weights_outside_of_a_backward(engine):
+    """torchviz and debuggers read what autograd has saved. A gathered weight is returned, a freed one is named."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.train(1)
+    loss = pair.loss_of_engine()
+    node = loss.grad_fn.next_functions[0][0]  # the head's product, whose weight is the root's, and gathered
+    assert node.name() == "AddmmBackward0"
+    assert node._saved_mat2.shape == (5, 3) and node._saved_mat1.shape == (4, 5)
+    nodes = [node]
+    found = []
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "MmBackward0":
+            found.append(node)
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    with pytest.raises(RuntimeError, match="'blocks.2'.*outside of backward.*freed"):
+        found[0]._saved_mat2  # noqa: B018  reading raises the error
+    loss.backward()
+    pair.trained.zero_grad()
+    pair.train()
 
 
 # After an error.

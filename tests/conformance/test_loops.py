@@ -4,14 +4,19 @@ import contextlib
 import itertools
 import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import MOMENTUM, Blocks, Recomputed, Tied, Tiny, batch, mse, own_batch, seeded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from conformance.pair import Pair
+from conformance.test_precision import mse_in_float64
+from conformance.test_unused import Spare
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 
@@ -168,6 +173,50 @@ def test_steps_use_gradients_again_until_they_are_cleared(engine):
     pair.check_weights()
 
 
+def some_tokens(step, rank):
+    """A batch whose ranks have different numbers of tokens; the others are padding (-100). Some have none at all."""
+    inputs, _ = batch(step, rank, size=6)
+    targets = torch.randint(3, (6,), generator=torch.Generator().manual_seed(100 * step + rank))
+    targets[1 + (3 * step + 2 * rank) % 6 :] = -100
+    return inputs, targets if (step + rank) % 5 else torch.full_like(targets, -100)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.chapters
+def test_a_mean_over_the_tokens_of_all_ranks(engine):
+    """The recipe of docs/using-an-engine.md equals one process, which takes the mean over all tokens at once."""
+    if not engine.ours and engine.documented.drops:
+        pytest.skip(f"{engine.name} documents several backwards through its own `backward` only")
+    pair = Pair(engine, seeded(Blocks), data=some_tokens)
+    ranks = range(len(pair.ranks))
+    for step in range(3):
+        everything = [pair.batch(2 * step + micro, rank) for micro in range(2) for rank in ranks]
+        logits = torch.cat([pair.plain(inputs) for inputs, _ in everything])
+        nn.functional.cross_entropy(logits, torch.cat([targets for _, targets in everything])).backward()
+
+        micro_batches = [pair.batch(2 * step + micro) for micro in range(2)]
+        tokens = sum((targets != -100).sum() for _, targets in micro_batches)
+        dist.all_reduce(tokens)
+        for inputs, targets in micro_batches:
+            losses = nn.functional.cross_entropy(pair.trained(inputs), targets, reduction="sum")
+            (losses * dist.get_world_size() / tokens).backward()
+        pair.step()
+    pair.check_weights()
+
+
+def test_the_page_has_the_lines_that_are_tested():
+    lines = """
+        tokens = sum((targets != -100).sum() for _, targets in micro_batches)
+        dist.all_reduce(tokens)
+            (losses * dist.get_world_size() / tokens).backward()
+    """
+    tested = Path(__file__).read_text()
+    page = (Path(__file__).parents[2] / "docs" / "using-an-engine.md").read_text()
+    for line in lines.split("\n"):
+        assert tested.count(line) > 1 or not line.strip(), line
+        assert line.strip() in page, line
+
+
 # The optimizer and its schedule.
 
 OPTIMIZERS = {
@@ -305,6 +354,87 @@ def test_gradients_can_be_changed_before_the_step(engine):
                 param.grad.mul_(0.5)
         pair.step()
     pair.check_weights()
+
+
+def gradients_of(pair):
+    """The parameters of both optimizers that are matrices in the model."""
+    mine = [piece for bucket in pair.trained.buckets for param, piece in bucket.pieces.items() if param.ndim > 1]
+    return [param for param in pair.plain.parameters() if param.ndim > 1] + mine
+
+
+def scale_in_place(param):
+    param.grad.mul_(3)
+
+
+def scale(param):
+    param.grad = 3 * param.grad
+
+
+def throw_away(param):
+    param.grad = None
+
+
+CHANGES = {change.__name__: change for change in (scale_in_place, scale, throw_away)}
+SETTINGS = {
+    "alone": {},
+    "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64},
+    "replicas": {"group": "mesh"},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "find_unused": {"find_unused": True},
+}
+
+
+@pytest.mark.ranks(2, thorough=(4,))
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_changed_gradients_stay_changed_in_a_further_backward(engine, setting, change):
+    """Backward, a change of some mean gradients, two more backwards: these add their mean to the changed values.
+
+    Only the rank that owns a piece changes it, so averaging the changed values a second time is wrong.
+    """
+    options = dict(SETTINGS[setting])
+    if setting == "replicas":
+        shards = dist.get_world_size() // 2
+        options["group"] = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicas", "shards"))
+    pair = Pair(engine, seeded(Blocks), loss=mse_in_float64, **options)
+    for step in range(3):
+        pair.backward(3 * step)
+        pair.trained.reduce_gradients()
+        for param in gradients_of(pair):
+            CHANGES[change](param)
+        pair.backward(3 * step + 1)
+        pair.backward(3 * step + 2)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf])
+def test_norms_that_are_none_are_refused(engine, norm_type):
+    """A count of elements or a smallest element cannot be added up over the ranks."""
+    pair = Pair(engine, seeded(Blocks))
+    pair.backward(0)
+    with pytest.raises(ValueError, match=f"norm_type.*{norm_type}"):
+        pair.trained.clip_grad_norm_(1.0, norm_type)
+    pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero2", "zero3")
+def test_a_gradient_that_the_last_backward_lacks_is_named(engine):
+    """Two backwards, the first under `no_sync`. The last one ran outside, and did not reach `spare`."""
+    pair = Pair(engine, seeded(Spare))
+    pair.train(1)
+    with pair.trained.no_sync():
+        pair.loss_of_engine(0).backward()
+    pair.model.use = False
+    pair.loss_of_engine(1).backward()
+    with pytest.raises(RuntimeError, match=r"no gradient for 'spare'.*last backward"):
+        pair.trained.step()
+    pair.trained.zero_grad()
+    pair.model.use = True
+    pair.train()
 
 
 @pytest.mark.needs("keywords")

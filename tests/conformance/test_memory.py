@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from conformance.pair import Pair
 from conformance.subjects import subject
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -273,6 +274,32 @@ def test_zero3_keeps_units_until_backward_if_asked(engine):
     with torch.no_grad(), Recorder(probe=partial(gathered, model)) as recorder:
         trained(wide_batch(5)[0])
     assert max(recorder.probed) < whole / 2
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_zero3_keeps_units_through_micro_batches_if_asked(engine, quiet):
+    """`reshard_after_backward=False`: each unit is gathered once in a step of three micro-batches, and freed by it.
+
+    An evaluation in between frees the units, and the next forward gathers them again.
+    """
+    pair = Pair(engine, seeded(Blocks), reshard_after_backward=False)
+    units = len(pair.trained.units)
+    for step in range(3):
+        with Recorder(probe=None) as recorder:
+            for micro in range(3):
+                pair.backward(3 * step + micro, quiet=quiet and micro < 2)
+                assert all(unit.allocated for unit in pair.trained.units)
+            pair.step()
+        sent = [name for name, _ in recorder.collectives]
+        assert sent.count("all-gather") == units and sent.count("reduce-scatter") == (1 if quiet else 3) * units
+        assert gathered(pair.model) == 0, "gathered after the step"
+    pair.backward(0)
+    pair.evaluate()
+    assert gathered(pair.model) == 0, "gathered after an evaluation"
+    pair.backward(1)
+    pair.step()
+    pair.check_weights()
 
 
 @pytest.mark.stages("zero2")

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import different_on_ranks, same, seeded, storage_bytes
+from helpers import Recorder, different_on_ranks, same, seeded, storage_bytes
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
@@ -339,17 +339,195 @@ def check_freed(engine, pair):
 
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("options", [pytest.param("find_unused", marks=pytest.mark.thorough), "kept"])
+@pytest.mark.parametrize(
+    "options", [pytest.param("find_unused", marks=pytest.mark.thorough), "kept", "kept until step"]
+)
 def test_unusual_graphs_with_other_lives_of_units(engine, case, options):
     """The same if a unit is freed when backward leaves it, and if it is kept from forward to backward."""
-    options = {"find_unused": {"find_unused": True}, "kept": {"reshard_after_forward": False}}[options]
+    lives = {"kept": {"reshard_after_forward": False}, "kept until step": {"reshard_after_backward": False}}
+    kept_until_step = options == "kept until step"
+    options = lives.get(options, {"find_unused": True})
     make, loss = CASES[case]
     pair = Pair(engine, seeded(make), data=leaves, loss=loss, **options)
     for step in range(2):
         pair.backward(step)
+        if not kept_until_step:
+            check_freed(engine, pair)
+        pair.step()
+        check_freed(engine, pair)
+    pair.check_weights()
+
+
+# Units that backward visits twice, and units that are read again after they were freed.
+
+
+class LoRA(Layers):
+    """A frozen weight and a small trained one in each block. A part of it may be unused."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.a.requires_grad_(False)
+
+    @staticmethod
+    def run(block, x):
+        return x + torch.tanh(block.a(x) + block.b(x))
+
+
+class Chain(Layers):
+    """Blocks of plain layers. The first one's inputs need no gradient, so backward ends in it."""
+
+    def make_block(self):
+        return nn.Linear(5, 5)
+
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class Looped(LoRA):
+    """The blocks run twice, one after the other."""
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.blocks):
+            x = self.use(block, x)
+        return self.head(x)
+
+
+class InARow(LoRA):
+    """Each block runs twice in a row."""
+
+    def use(self, block, x):
+        return block(block(x))
+
+
+class Recomputes(LoRA):
+    def use(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class RecomputesAll(LoRA):
+    """One checkpoint around all blocks."""
+
+    def forward(self, x):
+        return self.head(checkpoint(self.all_blocks, x, use_reentrant=False))
+
+    def all_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class PassesOn(Layers):
+    """Each block also returns a tensor that it was given, as the position bias of T5."""
+
+    def make_block(self):
+        return Passing()
+
+    def forward(self, x):
+        bias = torch.ones(5, dtype=x.dtype, requires_grad=True) * x
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return self.head(x)
+
+
+class Passing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x, bias):
+        return torch.tanh(self.a(x) + self.b(x)) + bias, bias
+
+
+class LateLoss(Layers):
+    """An auxiliary loss that a checkpoint computes from the block's output, and keeps."""
+
+    @staticmethod
+    def run(block, x):
+        out = torch.tanh(block.a(x))
+        block.loss = checkpoint(lambda out: block.b(out).square().sum(), out, use_reentrant=False)
+        return out
+
+
+class RecomputedAnswer(InDataclass):
+    """The tensor in the dataclass is recomputed."""
+
+    def make_block(self):
+        return RecomputedWrapping(self.wrap)
+
+
+class RecomputedWrapping(Wrapping):
+    def forward(self, x):
+        return self.wrap(checkpoint(super().forward, x, use_reentrant=False).hidden)
+
+
+class RecomputedHead(Layers):
+    """A part of the root runs again in backward."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.use(block, x)
+        return checkpoint(self.head, x, use_reentrant=False)
+
+
+def chosen_over_rejected(model, x, targets):
+    """As in DPO: the model on two inputs, and one loss."""
+    return F.softplus(mse(model, x, targets) - mse(model, x.detach() - 1, targets))
+
+
+def with_an_evaluation(model, x, targets):
+    """A forward without gradients between a forward and its backward frees the units, and the root."""
+    loss = mse(model, x, targets)
+    with torch.no_grad():
+        model(x + 1)
+    return loss
+
+
+VISITED = {
+    "a chain": (Chain, mse),
+    "low rank, chosen over rejected": (LoRA, chosen_over_rejected),
+    "looped": (Looped, mse),
+    "looped, chosen over rejected": (Looped, chosen_over_rejected),
+    "in a row": (InARow, mse),
+    "recomputed, chosen over rejected": (Recomputes, chosen_over_rejected),
+    "recomputed together, chosen over rejected": (RecomputesAll, chosen_over_rejected),
+    "a part of a block runs again, two forwards": (RecomputedPart, two_forwards),
+    "passed on": (PassesOn, mse),
+    "passed on, two forwards": (PassesOn, two_forwards),
+    "a loss that a checkpoint keeps": (LateLoss, with_kept_losses),
+    "a loss that a checkpoint keeps, two forwards": (LateLoss, chosen_over_rejected),
+    "a dataclass that is recomputed": (RecomputedAnswer, mse),
+    "a recomputed head": (RecomputedHead, with_an_evaluation),
+    "a recomputed head, two forwards": (RecomputedHead, two_forwards),
+}
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("case", VISITED)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_units_that_backward_visits_twice(engine, case, find_unused):
+    """Several steps of two backwards, the first one under `no_sync`, match plain torch, and all units are freed."""
+    make, loss = VISITED[case]
+    pair = Pair(engine, seeded(make), data=leaves, loss=loss, find_unused=find_unused)
+    for step in range(3):
+        pair.backward(2 * step, quiet=step > 0)
+        pair.backward(2 * step + 1)
         check_freed(engine, pair)
         pair.step()
     pair.check_weights()
+
+
+@pytest.mark.stages("zero3")
+def test_a_tensor_that_is_passed_on_brings_nothing_back(engine):
+    """With `find_unused` each unit is gathered twice and reduced once, also if it returns one of its inputs."""
+    pair = Pair(engine, seeded(PassesOn), data=leaves, loss=mse, find_unused=True)
+    pair.train(1)
+    with Recorder(probe=None) as recorder:
+        pair.loss_of_engine().backward()
+    sent = [name for name, _ in recorder.collectives]
+    units = len(pair.trained.units)
+    assert sent.count("reduce-scatter") == units
+    assert sent.count("all-gather") == 2 * (units - 1) + 1, "the root is gathered once"
 
 
 class WrittenOver(Layers):
@@ -391,6 +569,38 @@ def test_compiled_blocks_train(engine, backend):
     if engine.broadcasts and torch.distributed.get_rank() == 0:
         start.load_state_dict(model.state_dict())
     Pair(engine, model, start=start, data=leaves, loss=mse).train(2)
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("what", ["step", "loop"])
+def test_a_compiled_step_trains(engine, what):
+    """`torch.compile(engine.step)`, or around a whole training step. The engine's own methods stay outside."""
+    if engine.like == "zero3" and what == "loop":
+        pytest.skip("hooks on freed weights cannot be compiled (docs/limits.md)")
+    torch.compiler.reset()
+    pair = Pair(engine, seeded(Layers), data=leaves, loss=mse)
+
+    def train(x, targets):
+        mse(pair.trained, x, targets).backward()
+        pair.trained.clip_grad_norm_(0.1)
+        pair.trained.step()
+        pair.trained.zero_grad()
+
+    step = torch.compile(pair.trained.step, backend="eager")
+    train = torch.compile(train, backend="eager")
+    for index in range(3):
+        if what == "step":
+            pair.backward(index)
+            pair.clip(0.1)
+            step()
+            pair.trained.zero_grad()
+        else:
+            pair.backward_of_plain(index)
+            nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+            train(*pair.batch(index))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    pair.check_weights()
 
 
 def test_the_loss_may_use_inputs_that_need_gradients(engine):

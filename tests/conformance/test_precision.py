@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import EXACT, MOMENTUM, Blocks, Recomputed, Tied, Tiny, Twice, batch, mse, own_batch, seeded
+from helpers import EXACT, MOMENTUM, Blocks, Dtypes, Recomputed, Tied, Tiny, Twice, batch, mse, own_batch, seeded
 from torch import nn
 
 from conformance.pair import Pair
@@ -46,6 +46,19 @@ def test_sums_under_no_sync_are_kept_in_reduce_dtype(engine):
     for step in range(2):
         for micro in range(3):
             pair.backward(3 * step + micro, quiet=micro < 2)
+        pair.step()
+    pair.check_weights()
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("backwards", ["one", "several"])
+def test_complex_parameters_keep_their_dtype(engine, backwards):
+    """`reduce_dtype` is for real parameters. A complex gradient that was cast would lose its imaginary part."""
+    pair = Pair(engine, seeded(Dtypes), reduce_dtype=FP64)
+    for step in range(3):
+        if backwards == "several":
+            pair.backward(10 + step, quiet=True)
+        pair.backward(step)
         pair.step()
     pair.check_weights()
 

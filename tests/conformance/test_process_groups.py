@@ -5,12 +5,26 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Blocks, Tied, batch, mse, seeded
+from helpers import (
+    EXACT,
+    MOMENTUM,
+    Blocks,
+    Tied,
+    batch,
+    concatenated,
+    different_on_ranks,
+    mse,
+    own_batch,
+    same,
+    seeded,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from conformance.pair import Pair
 from conformance.test_precision import scaled_step
 from zerolab.engine import GradScaler, checkpoint
+from zerolab.run.engines import ENGINES
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 
@@ -114,3 +128,31 @@ def test_meshes_that_do_not_fit_are_refused(engine):
     with pytest.raises(ValueError, match=r"rank\(s\) \[2, 3\]"):
         engine(model, ADAMW(model.parameters()), group=cube["replicas", "shards"], find_unused=dist.get_rank() > 1)
     Pair(engine, model, group=cube["replicas", "shards"]).train(1)  # two of three dimensions
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.stages("zero1")
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_variant_that_reduce_scatters_has_the_options_that_it_names(engine, offload):
+    """`zero1_2psi` of the registry, with replicas and with offload: it trains as one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "shards"))
+    entry = ENGINES["zero1_2psi"]
+    options = {"mesh": mesh, "engine": True}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    assert {*options} - {"engine"} <= {*entry.takes}
+    model = seeded(Tied)
+    mine = different_on_ranks(model)
+    optimizers = [MOMENTUM(each.parameters()) for each in (model, mine)]
+    trained = entry.build(mine, optimizers[1], torch.device("cpu"), **options)
+    ranks = range(dist.get_world_size())
+    for step in range(4):
+        for micro in range(2):
+            mse(model, *concatenated(2 * step + micro, ranks)).backward()
+            mse(trained, *own_batch(2 * step + micro)).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        trained.step()
+        trained.zero_grad()
+    for name, value in trained.full_state_dict().items():
+        same(value, model.state_dict()[name], EXACT, name)

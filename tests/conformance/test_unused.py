@@ -80,7 +80,11 @@ def test_what_no_rank_used_is_left_out_of_the_step(engine, alike):
     pair.check_weights()
 
 
-UNITS = {"no prefetch": {"prefetch": 0}, "gathered until backward": {"reshard_after_forward": False}}
+UNITS = {
+    "no prefetch": {"prefetch": 0},
+    "gathered until backward": {"reshard_after_forward": False},
+    "gathered until step()": {"reshard_after_backward": False},
+}
 
 
 @pytest.mark.stages("zero3")

@@ -63,6 +63,7 @@ UNITS = {
     "five units ahead": {"prefetch": 5},
     "only the root": {"units": []},
     "gathered until backward": {"reshard_after_forward": False},
+    "gathered until step()": {"reshard_after_backward": False},
 }
 
 

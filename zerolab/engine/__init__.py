@@ -1,11 +1,14 @@
 """The second half of the lesson: what real training adds to a chapter, one idea per file.
 
-`ZeRO1Engine`, `ZeRO2Engine` and `ZeRO3Engine` (stages.py) are the chapters plus options. Without options an engine does
-what its chapter does, to the bit, to the byte and in the same collectives.
+`ZeRO1Engine`, `ZeRO2Engine` and `ZeRO3Engine` are the chapters plus options. Without options an engine does what its
+chapter does, to the bit, to the byte and in the same collectives.
 
 | file | the idea | used in |
 |---|---|---|
-| `stages.py` | the three engines: which option changes which moment of a chapter | |
+| `common.py` | what the three engines have in common | |
+| `zero1.py`, `zero2.py`, `zero3.py` | an engine each: which option changes which moment of its chapter | |
+| `life.py` | the life of a gradient: one value for all of them | `backward_began`, `reduce_gradients`, `step` |
+| `backward_order.py` | which units are done, as backward moves from module to module | `ZeRO3Engine.before_backward` |
 | `options.py` | the options, as the other files read them: `engine.options` | |
 | `bucket.py` | what an option changes in a bucket, in a unit and in a reduction | `make_bucket`, `make_units` |
 | `groups.py` | parameter groups: the optimizer gets one piece of the shard per parameter | `take_over_optimizer` |
@@ -20,12 +23,15 @@ what its chapter does, to the bit, to the byte and in the same collectives.
 | `tensor_parallel.py` | parameters that tensor parallelism has split already; torch's pipelines | `EngineBucket` |
 | `state_dict.py` | whole weights out of an engine and into one | your loop |
 | `checkpoint/` | sharded checkpoints that any stage and number of ranks can load | your loop |
-| `checks.py` | errors in place of wrong results | `check`, `step` |
+| `checks.py` | errors in place of wrong results, at the build, in backward and at `step()` | `check`, `step` |
+| `parameters.py` | classes of parameters: reading a freed weight or a moved gradient is an error | `Engine.__init__` |
 | `accelerator.py` | this machine's accelerator, for any build of torch | all of them |
 | `together.py` | one function on all ranks; an error of one rank is an error of all | `check`, checkpoints |
 """
 
 from zerolab.engine.loss_scaler import GradScaler
-from zerolab.engine.stages import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
+from zerolab.engine.zero1 import ZeRO1Engine
+from zerolab.engine.zero2 import ZeRO2Engine
+from zerolab.engine.zero3 import ZeRO3Engine
 
 __all__ = ["GradScaler", "ZeRO1Engine", "ZeRO2Engine", "ZeRO3Engine"]

@@ -29,9 +29,8 @@ def no_sync(engine):
 
 def keep(bucket, param):
     """Move `param.grad` to `bucket.kept`, where the gradients of several backwards add up."""
-    gradient = bucket.take_gradient(param).to(bucket.gradient_dtype())
+    gradient = bucket.take_gradient(param).to(bucket.gradient_dtype)
     if param in bucket.kept:
         bucket.kept[param] += gradient
     else:
         bucket.kept[param] = gradient
-    bucket.moved = True

@@ -4,8 +4,8 @@ import torch
 
 from zero1 import Bucket, all_gather
 from zero2 import Reduction, reduce_scatter
-from zero3 import Unit
-from zerolab.engine import checks, offload, precision, replicas
+from zero3 import Unit, version_of
+from zerolab.engine import checks, groups, offload, parameters, precision, replicas
 from zerolab.engine.groups import cut
 from zerolab.engine.tensor_parallel import local, local_gradient
 
@@ -17,18 +17,21 @@ class EngineBucket(Bucket):
     kept      {parameter: its whole gradient}, under `no_sync` (accumulation.py)
     used      parameters that got a gradient since `zero_grad()` (unused.py)
     copied    an event behind the last copy between the host and the device, or None (offload.py)
-    moved     True while gradients have left `param.grad`: then reading it raises an error (checks.py)
+    earlier   ZeRO-1: this rank's gradients (shard_numel,) that were reduced before, in the same step; else None
+    grad_of   ZeRO-1: {parameter: its `param.grad`, a view of `gradient`, or None if it cannot be one}
     """
 
-    def __init__(self, *named, group, options):
-        *name_and_module, named_params = named
+    def __init__(self, *, named_params, options, **chapter):
         self.options = options
         self.copied = None
         self.trained = named_params[0][1].requires_grad
         # With tensor parallelism a parameter is a DTensor, and this rank computes with its local part.
         locals_ = [(name, local(param)) for name, param in named_params]
+        self.is_split = any(part is not param for (_, part), (_, param) in zip(locals_, named_params))
         self.shapes = [param.shape for _, param in locals_]
-        super().__init__(*name_and_module, locals_, group)
+        self.gradient_dtype = precision.reduce_dtype(locals_[0][1], options)
+        super().__init__(named_params=locals_, **chapter)
+        self.divide_first, self.divide_last = precision.divisors(self.gradient_dtype, self.world_size)
         ends = [*self.offsets[1:], self.numel]
         self.sizes = []  # of each parameter and of the padding behind it
         for shape, begin, end in zip(self.shapes, self.offsets, ends):
@@ -39,8 +42,7 @@ class EngineBucket(Bucket):
             self.pieces = {param: piece.detach().requires_grad_() for param, piece in cut(self, self.shard).items()}
         self.kept = {}
         self.used = set()
-        self.moved = False
-        self.handed_out = False  # whether pieces have their gradients
+        self.earlier = None
 
     # How parameters are laid out.
 
@@ -78,6 +80,8 @@ class EngineBucket(Bucket):
             shard = offload.to_host(shard, self.options.offload_policy)
             offload.mark_copy(self)
             offload.wait_for_copies([self])
+        # What a gather receives and sends, unless the shard can be sent as it is. Views: they stay if `flat` is freed.
+        self.received, self.sent = precision.sendable(self.flat), precision.sendable(self.flat[self.own])
         return shard
 
     # How they are gathered.
@@ -93,7 +97,7 @@ class EngineBucket(Bucket):
         own.copy_(shard.detach().to(flat.device, non_blocking=True))
         if self.options.offload_policy is not None:
             offload.mark_copy(self)
-        return all_gather(precision.sendable(self.flat), precision.sendable(own), group=self.group, async_op=True)
+        return all_gather(self.received, self.sent, group=self.group, async_op=True)
 
     def gather_exact(self):
         """All values in the shards' dtype, in a new buffer (numel,) on the device. A collective."""
@@ -104,53 +108,78 @@ class EngineBucket(Bucket):
 
     # How gradients are reduced.
 
-    def gradient_dtype(self):
-        return precision.reduce_dtype(self.params[0], self.options)
-
     def make_gradient(self):
         """ZeRO-1. A `param.grad` must have its parameter's dtype, so it cannot always be a view of the buffer.
 
         Where it is not, `ZeRO1Engine.on_gradient` adds it to the buffer, and `param.grad` stays None.
         """
-        dtype = self.gradient_dtype()
-        self.gradient = torch.zeros(self.numel, dtype=dtype, device=self.flat.device)
-        self.grads = []
-        for index, param in enumerate(self.params):
-            plain = dtype == self.flat.dtype and local(param) is param
-            self.grads.append(self.place(self.gradient, index) if plain else None)
+        self.gradient = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.flat.device)
+        self.place_of = dict(zip(self.params, self.places(self.gradient)))
+        can_be_views = self.gradient_dtype == self.flat.dtype and not self.is_split
+        self.grad_of = self.place_of if can_be_views else dict.fromkeys(self.params)
+        self.grads = list(self.grad_of.values())
 
     def take_gradient(self, param):
         """Return `param.grad`, or the local part of a DTensor, and set `param.grad` to None."""
-        gradient = checks.get_grad(param)
-        checks.set_grad(param, None)
-        if gradient is None:
-            return None
-        checks.check_plain(gradient)
-        return local_gradient(gradient)
+        gradient = parameters.get_grad(param)
+        parameters.set_grad(param, None)
+        if gradient is not None and gradient.requires_grad:
+            checks.refuse_graph()
+        if gradient is not None and self.is_split:
+            return local_gradient(gradient)
+        return gradient
+
+    def take_back(self):
+        """A backward follows the reduction: the gradients of the pieces go back, and the new ones are added to them.
+
+        Your loop may have changed them, or set them to None. In ZeRO-1 they leave the buffer, because the next
+        all-reduce would average this rank's changed values with the other ranks' unchanged ones.
+        """
+        if self.gradient is None:
+            groups.collect_gradients(self, self.shard.grad)
+        else:
+            self.earlier = torch.zeros_like(self.shard)
+            groups.collect_gradients(self, self.earlier)
+            self.shard.grad = None
+            self.gradient.zero_()
+
+    def clear(self):
+        """`zero_grad()`: the chapter clears what it knows, and this the rest."""
+        self.used.clear()
+        self.kept.clear()
+        self.earlier = None
+        for piece in self.pieces.values():
+            piece.grad = None
 
     def take_sum(self, param):
         """Like `take_gradient`, with what `no_sync` has kept added to it."""
         gradient = self.take_gradient(param)
-        kept = self.kept.pop(param, None)
-        if kept is None:
+        if param not in self.kept:
             return gradient
+        kept = self.kept.pop(param)
         return kept if gradient is None else kept.add_(gradient)
 
 
 class EngineUnit(EngineBucket, Unit):
-    """A unit whose weights raise an error when they are read while they are freed (checks.py)."""
+    """A unit whose weights raise an error when they are read while they are freed (parameters.py)."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.version = version_of(self)  # the chapter's is of the local parts, if tensor parallelism has split them
+        self.open_ended = self.options.find_unused or not self.trained  # it has no last gradient (backward_order.py)
+        self.on_recomputation = None  # called if a checkpoint reads a freed weight in backward
 
     def wait(self):
         if self.work is not None:
             super().wait()
-            checks.mark_gathered(self.params)
+            parameters.mark_gathered(self.params)
 
     def free(self):
         if self.allocated:
             try:
                 super().free()
             finally:  # it raises an error for a weight that was written to, when the memory is freed already
-                checks.mark_freed(self.params)
+                parameters.mark_freed(self.params)
 
 
 class EngineReduction(Reduction):
@@ -158,8 +187,8 @@ class EngineReduction(Reduction):
 
     def lay_out_gradients(self):
         bucket = self.bucket
-        flat = torch.empty(bucket.numel, dtype=bucket.gradient_dtype(), device=bucket.flat.device)
-        with checks.without_checks():
+        flat = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=bucket.flat.device)
+        with parameters.without_checks():
             gradients = [bucket.take_sum(param) for param in bucket.params]
         places = bucket.places(flat)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -170,19 +199,19 @@ class EngineReduction(Reduction):
         zeros = [place for place, gradient in zip(places, gradients) if gradient is None] + bucket.padding(flat)
         if zeros:
             torch._foreach_zero_(zeros)
-        bucket.moved = True
-        self.divide_first, self.divide_last = precision.divisors(flat.dtype, bucket.world_size)
-        if self.divide_first > 1:
-            flat /= self.divide_first
+        if bucket.divide_first > 1:
+            flat /= bucket.divide_first
         return flat
 
     def start(self):
+        if not self.gradient.is_complex():
+            return super().start()
         # NCCL reduces complex numbers as pairs of real ones. torch does this by itself in an all-reduce only.
         whole, shard = precision.as_real(self.gradient), precision.as_real(self.shard_gradient)
         self.work = reduce_scatter(shard, whole, group=self.bucket.group, async_op=True)
 
     def average(self):
-        self.shard_gradient /= self.divide_last
+        self.shard_gradient /= self.bucket.divide_last
         replicas.average_over(self.bucket.options.replicas, self.shard_gradient)
 
     def deliver(self):

@@ -1,148 +1,38 @@
-"""Errors in place of wrong results: everything that a user meets in the first week.
+"""Errors in place of wrong results: what a user meets in the first week.
 
 At the build, on all ranks and before anything is sent: models and options that cannot work, or that differ between
-ranks (`check_build`). At `step()`: a parameter without a gradient, or one that has left its buffer (`check_gradients`,
-`check_memory`). In between: a freed weight that somebody reads, and a `param.grad` that has moved into the shard.
+ranks (`check_build`). In backward: graphs of gradients, and a backward inside another one. At `step()`: a parameter
+without a gradient, or one that has left its buffer (`check_gradients`, `check_memory`).
 
-The last two need the parameters' help. While an engine has a parameter, the object is the same, and its class is
-`EngineParameter`; while its unit is freed, it is `FreedParameter`. What is not detected is in docs/limits.md.
+In between, parameters have classes of their own that detect mistakes (parameters.py). What is not detected is in
+docs/limits.md.
 """
-
-import weakref
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from zero1 import check_parameters
-from zerolab.engine import tensor_parallel
+from zerolab.engine import parameters, tensor_parallel
+from zerolab.engine.life import Gradients
 from zerolab.engine.together import on_all_ranks
-
-get_grad = torch._C.TensorBase.grad.__get__  # `param.grad` and `param.grad = ...`, without the checks below
-set_grad = torch._C.TensorBase.grad.__set__
-without_checks = torch._C.DisableTorchFunctionSubclass  # saves the call of __torch_function__ for freed parameters
-
-
-class EngineParameter(nn.Parameter):
-    """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
-
-    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would keep the model
-    # alive forever, through autograd's graph, the parameter and the unit.
-    bucket = None
-
-    @property
-    def grad(self):
-        gradient = get_grad(self)
-        if gradient is None:
-            self._check_moved()
-        return gradient
-
-    @grad.setter
-    def grad(self, value):
-        self._check_moved()
-        set_grad(self, value)
-
-    def _check_moved(self):
-        bucket = bucket_of(self)
-        if bucket is not None and bucket.moved:
-            raise RuntimeError(
-                f"the gradient of {name_of(self)!r} has moved into the engine's shards. Use engine.clip_grad_norm_(), "
-                "engine.step() and engine.zero_grad(). To read or change gradients, call "
-                "engine.reduce_gradients(): they are in the parameters of the optimizer then"
-            )
-
-
-class FreedParameter(EngineParameter):
-    """A parameter whose storage has no bytes. Reading it would crash the process or return garbage."""
-
-    def __repr__(self):
-        """For messages and debuggers, which print a parameter. Its values are not here."""
-        name = "of an engine that is gone" if bucket_of(self) is None else repr(name_of(self))
-        return f"FreedParameter({name}, shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if not reads_values(function):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        freed = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, FreedParameter)]
-        if bucket_of(freed[0]) is None:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(freed[0].shape)} has no values any more, because its engine is gone and "
-                "had them. Call engine.full_state_dict() before you drop an engine, and load the state into a new model"
-            )
-        raise RuntimeError(
-            f"parameter {name_of(freed[0])!r} is freed: its values are sharded over the ranks. They are whole only "
-            "inside the model's forward and backward. Call engine(inputs) and not a part of the model; read weights "
-            "with engine.full_state_dict(), and write them with engine.load_full_state_dict()"
-        )
-
-
-VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}  # properties that give access to the values
-METADATA = {  # methods that do not give access to them
-    "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "is_complex",
-    "is_floating_point", "get_device", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__",
-    "register_post_accumulate_grad_hook", "_is_view", "is_same_size", "is_shared", "is_inference", "empty_like",
-    "zeros_like",
-}  # fmt: skip
-
-
-def reads_values(function):
-    """Whether a function reads the values of its parameter. For a property, `function` is the getter."""
-    name = function.__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        return function.__self__.__name__ in VALUES
-    return name not in METADATA
-
-
-def bucket_of(param):
-    """The bucket of a live engine that has `param`, or None. A copy of a parameter has none."""
-    if not isinstance(param, EngineParameter) or param.bucket is None:
-        return None
-    return param.bucket()
-
-
-def name_of(param):
-    bucket = bucket_of(param)
-    return next(name for name, each in zip(bucket.names, bucket.params) if each is param)
-
-
-def adopt(buckets):
-    """Give the parameters their class, except for DTensors, other subclasses and fake tensors, which have no values."""
-    for bucket in buckets:
-        for param in bucket.params:
-            if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped
-                param.__class__ = EngineParameter
-                param.bucket = weakref.ref(bucket)
-
-
-def mark_freed(params):
-    for param in params:
-        if type(param) is EngineParameter:
-            param.__class__ = FreedParameter
-
-
-def mark_gathered(params):
-    for param in params:
-        if type(param) is FreedParameter:
-            param.__class__ = EngineParameter
-
 
 # At the build.
 
 
-def check_build(model, optimizer, options, **others):
-    """Raise an error on all ranks if the model or an option is wrong on one rank, or differs between ranks."""
+def check_build(model, optimizer, options, others):
+    """Raise an error on all ranks if the model or an option is wrong on one rank, or differs between ranks.
+
+    others   {name: value} of the options that only some stages have
+    """
 
     def check():
         check_model(model)
         check_optimizer(model, optimizer)
         tensor_parallel.check_split(model, options.group, options.param_dtype)
         check_options(options)
-        params = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-        buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-        return repr((params, buffers, options.equal_on_all_ranks(), type(optimizer), others))
+        return description(model, optimizer, options.equal_on_all_ranks() | others)
 
     if dist.get_rank(options.everyone) < 0:
         raise ValueError("this rank is not in `group`: only the ranks of the group build the engine")
@@ -150,9 +40,31 @@ def check_build(model, optimizer, options, **others):
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise ValueError(
-            f"rank(s) {different} have a different model (names, shapes, dtypes, requires_grad), optimizer or option "
-            "than rank 0: every rank must build the same engine"
+            f"rank(s) {different} have a different model, optimizer or option from rank 0, and every rank must build "
+            f"the same engine. On rank {different[0]}: {differences(everyone[different[0]], everyone[0])}"
         )
+
+
+def description(model, optimizer, options):
+    """{what: its value, as text} of everything that must be equal on all ranks."""
+    found = {name: str(value) for name, value in options.items()}
+    found["the optimizer"] = type(optimizer).__name__
+    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    for name, param in model.named_parameters():
+        use = f"trained in group {group_of[param]}" if param.requires_grad else "frozen"
+        found[f"parameter {name!r}"] = f"{param.dtype} of shape {tuple(param.shape)}, {use}"
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name!r}"] = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
+    for index, (name, _) in enumerate(model.named_parameters()):
+        found[f"the position of {name!r}"] = str(index)
+    return found
+
+
+def differences(there, here):
+    """The first four differences between two descriptions, for a message."""
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    texts = [f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} on rank 0" for key in keys[:4]]
+    return "; ".join(texts) + (f"; and {len(keys) - 4} more differences" if len(keys) > 4 else "")
 
 
 def check_options(options):
@@ -169,9 +81,16 @@ def check_options(options):
 def check_model(model):
     if torch.is_inference_mode_enabled():
         raise RuntimeError("built inside torch.inference_mode(), where nothing can be trained: build it outside")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("the model is wrapped in DistributedDataParallel, which reduces gradients too: pass .module")
     for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)):
+            raise ValueError(
+                f"{name or 'the model'!r} is wrapped in {type(module).__name__}, which reduces gradients too: pass the "
+                "module inside of it (.module)"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{name or 'the model'!r} was passed to fully_shard, which shards it already: build a new model"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{name or 'the model'!r} is scripted and does not support hooks: pass the plain module")
         if getattr(module, "max_norm", None) is not None:
@@ -184,7 +103,7 @@ def check_model(model):
         raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move the model to one device first")
     owner = {}  # storage -> the parameter in it
     for name, param in model.named_parameters():
-        if isinstance(param, FreedParameter) or bucket_of(param) is not None:
+        if isinstance(param, parameters.FreedParameter) or parameters.bucket_of(param) is not None:
             raise ValueError(f"parameter {name!r} belongs to another engine already: build a new model")
         if param.numel() and not param.is_meta:
             local = tensor_parallel.local(param)
@@ -216,14 +135,18 @@ def check_optimizer(model, optimizer):
         raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
 
 
-def check_has_values(model):
-    """Raise ValueError for a model on the meta device. Only ZeRO-3 can give it values unit by unit."""
-    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"{shorten(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
-            "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
-        )
+def check_has_values(model, options):
+    """Raise ValueError on all ranks for a model on the meta device. Only ZeRO-3 can give it values unit by unit."""
+
+    def check():
+        on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        if on_meta:
+            raise ValueError(
+                f"{shorten(on_meta)} are on the meta device and have no values: call model.to_empty(device=...) and "
+                "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
+            )
+
+    on_all_ranks(check, options.everyone)
 
 
 def check_units(model, units):
@@ -244,13 +167,12 @@ def check_units(model, units):
 # In backward.
 
 
-def check_plain(gradient):
+def refuse_graph():
     """Raise RuntimeError for a gradient that has its own graph, which would be reduced and grow in every step."""
-    if gradient.requires_grad:
-        raise RuntimeError(
-            "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
-            "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
-        )
+    raise RuntimeError(
+        "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
+        "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
+    )
 
 
 def check_first_order():
@@ -274,36 +196,51 @@ def check_one_backward(engine):
 # At `step()`.
 
 
-def check_gradients(buckets, find_unused):
+def check_gradients(engine):
     """Raise RuntimeError for a parameter without a gradient, or with one that was not reduced."""
-    missing, kept, set_by_hand = [], [], []
-    for bucket in buckets:
+    missing, kept, replaced, set_by_hand = [], [], [], []
+    for bucket in engine.buckets:
         for name, param in zip(bucket.names, bucket.params):
             if param in bucket.kept:
-                kept.append(name)
-            elif param not in bucket.used and bucket.gradient is None and get_grad(param) is not None:
+                kept.append((name, param in bucket.missing or not bucket.missing))
+            if bucket.gradient is not None and parameters.get_grad(param) is not bucket.grad_of[param]:
+                replaced.append(name)
+            elif param not in bucket.used and bucket.gradient is None and parameters.get_grad(param) is not None:
                 set_by_hand.append(name)
             elif param not in bucket.used:
                 missing.append(name)
-    if kept:
-        raise RuntimeError(f"gradients of {shorten(kept)} were kept by no_sync(): the last backward must run outside")
+    if engine.gradients is Gradients.KEPT:
+        names = shorten([name for name, _ in kept])
+        raise RuntimeError(f"gradients of {names} were kept by no_sync(): the last backward must run outside")
+    if replaced:
+        raise RuntimeError(
+            f"param.grad of {shorten(replaced)} was replaced, so it is not in the engine's buffer, and would not be "
+            "reduced. Change gradients in place, clear them with engine.zero_grad(), and call backward() without "
+            "create_graph=True. Call engine.zero_grad() now, then run forward again"
+        )
     if set_by_hand:
         raise RuntimeError(
             f"param.grad of {shorten(set_by_hand)} was set by hand, and only gradients of a backward are reduced. Call "
             "engine.reduce_gradients() after backward, and change the gradients in optimizer.param_groups"
         )
-    if missing and not find_unused:
+    if missing and not engine.options.find_unused:
         raise RuntimeError(
             f"no gradient for {shorten(missing)}: use every trained parameter in every step, freeze it before the "
             "build, or build the engine with find_unused=True"
+        )
+    lacking = [name for name, is_missing in kept if is_missing]
+    if lacking:
+        raise RuntimeError(
+            f"no gradient for {shorten(lacking)} in the last backward, which ran outside of no_sync() and sends the "
+            "gradients of all: use every trained parameter in it, or build the engine with find_unused=True"
         )
 
 
 def check_cleared(buckets):
     """Raise RuntimeError after `optimizer.zero_grad()`, which clears the pieces but not the engine's buffers."""
-    for bucket in buckets:
-        if bucket.handed_out and bucket.pieces and all(piece.grad is None for piece in bucket.pieces.values()):
-            raise RuntimeError("optimizer.zero_grad() was called: call engine.zero_grad(), which clears all gradients")
+    used = [piece for bucket in buckets for param, piece in bucket.pieces.items() if param in bucket.used]
+    if used and all(piece.grad is None for piece in used):
+        raise RuntimeError("optimizer.zero_grad() was called: call engine.zero_grad(), which clears all gradients")
 
 
 def check_memory(buckets):
@@ -322,9 +259,9 @@ def check_memory(buckets):
             break
 
 
-def check_step(engine):
+def check_update(engine):
     """Raise RuntimeError for `optimizer.step()` outside of `engine.step()`: gradients may not be reduced."""
-    if not engine.updating:
+    if engine.gradients is not Gradients.UPDATING:
         raise RuntimeError("optimizer.step() was called by itself, and gradients may not be reduced: use engine.step()")
 
 

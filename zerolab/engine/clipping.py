@@ -16,6 +16,7 @@ from zero1 import all_gather
 from zerolab.engine import tensor_parallel
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     """Between backward and `step()`: scale the gradients so that their norm is at most `max_norm`. A collective.
@@ -24,6 +25,9 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     `torch.nn.utils.clip_grad_norm_` returns for the whole model. A tied parameter counts once. If one rank has a NaN,
     the norm is NaN on all ranks.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a positive number or math.inf, got {norm_type}")
     engine.reduce_gradients()
     device = engine.buckets[0].flat.device
     mesh = tensor_parallel.mesh_of(engine.model.parameters())
@@ -44,12 +48,13 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     total = torch.linalg.vector_norm(everyone, norm_type)
     total = torch.linalg.vector_norm(tensor_parallel.gather_over(mesh, total), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # like torch's function; NaN stays NaN
-    for bucket in engine.buckets:
-        for gradient in gradients_of(bucket):
-            gradient *= factor.to(gradient.device)
+    gradients = gradients_of(engine)
+    if gradients:  # a rank may own only padding
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # as torch's function does
     return total
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def clip_grad_value_(engine, clip_value):
     """Between backward and `step()`: clamp every element of the gradients to [-clip_value, clip_value]. A collective.
@@ -57,16 +62,13 @@ def clip_grad_value_(engine, clip_value):
     Does what `torch.nn.utils.clip_grad_value_` does for the whole model. It reduces the gradients first.
     """
     engine.reduce_gradients()
-    for bucket in engine.buckets:
-        for gradient in gradients_of(bucket):
-            gradient.clamp_(-clip_value, clip_value)
+    gradients = gradients_of(engine)
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
 
 
-def gradients_of(bucket):
-    """The reduced gradients of a bucket. In ZeRO-1 all of them, because a later backward adds to the whole buffer."""
-    own = bucket.shard.grad
-    if bucket.gradient is None:
-        return [own]
-    if own is None or own.untyped_storage()._cdata == bucket.gradient.untyped_storage()._cdata:
-        return [bucket.gradient]
-    return [bucket.gradient, own]
+def gradients_of(engine):
+    """The gradients that the optimizer gets on this rank: of the pieces, some of which may have none."""
+    pieces = [piece for bucket in engine.buckets for piece in bucket.pieces.values()]
+    return [piece.grad for piece in pieces if piece.grad is not None]

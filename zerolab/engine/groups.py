@@ -60,14 +60,28 @@ def hand_out_gradients(bucket):
 
     Raises RuntimeError if a piece has a gradient already: your loop set it, and it would be lost.
     """
-    gradients = {} if bucket.shard.grad is None else cut(bucket, bucket.shard.grad)
+    gradients = cut(bucket, bucket.shard.grad)
     for param, piece in bucket.pieces.items():
-        if piece.grad is not None and not bucket.handed_out:
+        if piece.grad is not None:
             raise RuntimeError(
                 "the gradient of a parameter in optimizer.param_groups was set before the gradients were reduced. Call "
                 "engine.reduce_gradients() after backward, and change the gradients then"
             )
-        piece.grad = gradients.get(param)
+        piece.grad = gradients[param]
+
+
+def collect_gradients(bucket, shard_gradient):
+    """The opposite: copy the gradients of the pieces to their places in `shard_gradient` (shard_numel,).
+
+    A piece without a gradient counts as zero: your loop has thrown it away, or no rank has used the parameter.
+    """
+    for param, place in cut(bucket, shard_gradient).items():
+        piece = bucket.pieces[param]
+        if piece.grad is None:
+            place.zero_()
+        elif piece.grad.data_ptr() != place.data_ptr():
+            place.copy_(piece.grad)
+        piece.grad = None
 
 
 def collect_values(bucket):

@@ -25,5 +25,6 @@ class Options:
     offload_policy: CPUOffloadPolicy | None
 
     def equal_on_all_ranks(self):
-        """The options that must be equal on all ranks. Groups differ: with replicas each row of ranks has its own."""
-        return self.param_dtype, self.reduce_dtype, self.find_unused, self.offload_policy
+        """{name: value} of what must be equal on all ranks. With replicas each row of ranks has its own group."""
+        names = ("param_dtype", "reduce_dtype", "find_unused", "offload_policy")
+        return {name: getattr(self, name) for name in names}

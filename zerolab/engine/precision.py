@@ -22,7 +22,7 @@ import copy
 import dataclasses
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def compute_dtype(param, options):
@@ -33,8 +33,10 @@ def compute_dtype(param, options):
 
 
 def reduce_dtype(param, options):
-    """The dtype to reduce gradients in."""
-    return options.reduce_dtype or compute_dtype(param, options)
+    """The dtype to reduce gradients in. Complex parameters keep their dtype."""
+    if options.reduce_dtype is None or not param.is_floating_point():
+        return compute_dtype(param, options)
+    return options.reduce_dtype
 
 
 def alignment(param, options):
@@ -64,8 +66,22 @@ def sendable(tensor):
 
 
 def as_real(tensor):
-    """A flat tensor, or, if it is complex, its real and imaginary parts: a view (2 * numel,)."""
-    return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+    """The real and imaginary parts of a flat complex tensor: a view (2 * numel,)."""
+    return torch.view_as_real(tensor).reshape(-1)
+
+
+def tensors_in(value):
+    """All tensors in `value`: in tuples, lists, dictionaries and dataclasses, also nested."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass_instance(leaf):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))
+
+
+def is_dataclass_instance(value):
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def cast_inputs(module, dtype):
@@ -94,7 +110,7 @@ def cast(value, dtype):
 def cast_leaf(leaf, dtype):
     if isinstance(leaf, torch.Tensor):
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+    if not is_dataclass_instance(leaf):
         return leaf
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     changed = {name: cast(value, dtype) for name, value in fields.items()}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zero3 import default_units
-from zerolab.engine.checks import get_grad
+from zerolab.engine.parameters import get_grad
 
 
 def tensor_leaves(tree) -> list[torch.Tensor]:

@@ -251,7 +251,7 @@ def _large(model: nn.Module):
     return wrap
 
 
-class ReduceScatter:
+class ZeRO1By2Psi(ZeRO1):
     """Step 3 of ZeRO-1 by the reduce-scatter of the paper. A rank sends 2Ψ, where the chapter sends 3Ψ.
 
     A reduce-scatter writes to its own shard, so `shard.grad` is no view of the bucket's gradient buffer here: each rank
@@ -266,9 +266,20 @@ class ReduceScatter:
         bucket.shard.grad /= self.world_size
 
 
-class ZeRO1By2Psi(ReduceScatter, ZeRO1):
-    """The chapter, with a reduce-scatter."""
+class ZeRO1EngineBy2Psi(ZeRO1Engine):
+    """The same, with the engine's options."""
 
+    def __init__(self, *args, **options):
+        self.received = {}  # bucket -> the sum that it receives
+        super().__init__(*args, **options)
 
-class ZeRO1EngineBy2Psi(ReduceScatter, ZeRO1Engine):
-    """The engine, with a reduce-scatter."""
+    def start_reduce(self, bucket):
+        if bucket.divide_first > 1:
+            bucket.gradient /= bucket.divide_first
+        self.received[bucket] = bucket.gradient.new_empty(bucket.shard_numel)
+        return reduce_scatter(self.received[bucket], bucket.gradient, group=self.group, async_op=True)
+
+    def finish_reduce(self, bucket):
+        own = self.received.pop(bucket)
+        own /= bucket.divide_last
+        self.deliver(bucket, own)

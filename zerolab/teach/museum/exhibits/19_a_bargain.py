@@ -12,7 +12,7 @@ At the end of forward the whole model is gathered.
 Unnoticed: It is faster, and between steps it holds as little as ZeRO-3. As an option it is useful: FSDP2 and
 `ZeRO3Engine` have `reshard_after_forward=False`. But it does not work for a model that does not fit on one GPU.
 
-Read: zero3.py, `after_forward`: `unit.free()`; zerolab/engine/stages.py, `reshard_after_forward`.
+Read: zero3.py, `after_forward`: `unit.free()`; zerolab/engine/zero3.py, `reshard_after_forward`.
 """
 
 from zero3 import ZeRO3, in_backward

@@ -12,7 +12,7 @@ moved into the shards during backward, so it finds none. It returns 0 and clips 
 Unnoticed: In torch it is not an error to clip parameters without gradients. A norm of 0 in a log looks like a broken
 metric. `ZeRO2Engine` raises an error when somebody reads a `param.grad` that has moved.
 
-Read: zerolab/engine/clipping.py, `clip_grad_norm_`; zerolab/engine/checks.py, `EngineParameter`.
+Read: zerolab/engine/clipping.py, `clip_grad_norm_`; zerolab/engine/parameters.py, `EngineParameter`.
 """
 
 import torch

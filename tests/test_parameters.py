@@ -1,0 +1,158 @@
+"""Functions and properties that users call on a parameter of ZeRO-3 while it is freed: which ones read its values."""
+
+import copy
+import io
+import pickle
+from operator import attrgetter, itemgetter, methodcaller
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zerolab.engine.parameters import EngineParameter, FreedParameter
+
+
+def assign_data(param):
+    param.data = torch.zeros(2, 3)
+
+
+def fill(param):
+    with torch.no_grad():
+        param[0] = 1.0
+
+
+def save(param):
+    torch.save(param, io.BytesIO())
+
+
+def linear(param):
+    return F.linear(torch.ones(1, 3), param)
+
+
+def add_into(param):
+    with torch.no_grad():
+        param += 1
+
+
+def truth_of_elements(param):
+    return bool((param > 0).any())
+
+
+READ_VALUES = {
+    # attributes
+    "data": attrgetter("data"),
+    "T": attrgetter("T"),
+    "mT": attrgetter("mT"),
+    "real": attrgetter("real"),
+    # methods
+    "detach": methodcaller("detach"),
+    "clone": methodcaller("clone"),
+    "cpu": methodcaller("cpu"),
+    "float": methodcaller("float"),
+    "half": methodcaller("half"),
+    "double": methodcaller("double"),
+    "to": methodcaller("to", torch.float64),
+    "numpy": methodcaller("numpy"),
+    "item": methodcaller("item"),
+    "tolist": methodcaller("tolist"),
+    "norm": methodcaller("norm"),
+    "sum": methodcaller("sum"),
+    "mean": methodcaller("mean"),
+    "std": methodcaller("std"),
+    "abs": methodcaller("abs"),
+    "max": methodcaller("max"),
+    "view": methodcaller("view", -1),
+    "reshape": methodcaller("reshape", -1),
+    "flatten": methodcaller("flatten"),
+    "t": methodcaller("t"),
+    "chunk": methodcaller("chunk", 2),
+    "new_tensor of it": methodcaller("new_tensor", 1.0),
+    "zero_": methodcaller("zero_"),
+    "normal_": methodcaller("normal_"),
+    "copy_": methodcaller("copy_", torch.zeros(2, 3)),
+    "data_ptr": methodcaller("data_ptr"),
+    "share_memory_": methodcaller("share_memory_"),
+    # functions and syntax
+    "linear": linear,
+    "matmul": torch.ones(1, 2).matmul,
+    "stack": torch.atleast_3d,
+    "isnan": torch.isnan,
+    "allclose": torch.isfinite,
+    "index": itemgetter(0),
+    "assign to elements": fill,
+    "assign data": assign_data,
+    "add in place": add_into,
+    "a comparison": truth_of_elements,
+    "nn.init": nn.init.ones_,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": save,
+}
+
+DO_NOT = {
+    "shape": attrgetter("shape"),
+    "dtype": attrgetter("dtype"),
+    "device": attrgetter("device"),
+    "layout": attrgetter("layout"),
+    "ndim": attrgetter("ndim"),
+    "nbytes": attrgetter("nbytes"),
+    "itemsize": attrgetter("itemsize"),
+    "requires_grad": attrgetter("requires_grad"),
+    "is_leaf": attrgetter("is_leaf"),
+    "is_cuda": attrgetter("is_cuda"),
+    "is_meta": attrgetter("is_meta"),
+    "grad": attrgetter("grad"),
+    "grad_fn": attrgetter("grad_fn"),
+    "size": methodcaller("size"),
+    "numel": methodcaller("numel"),
+    "nelement": methodcaller("nelement"),
+    "dim": methodcaller("dim"),
+    "stride": methodcaller("stride"),
+    "element_size": methodcaller("element_size"),
+    "storage_offset": methodcaller("storage_offset"),
+    "is_contiguous": methodcaller("is_contiguous"),
+    "is_floating_point": methodcaller("is_floating_point"),
+    "is_complex": methodcaller("is_complex"),
+    "len": len,
+}
+
+
+def freed():
+    param = nn.Parameter(torch.zeros(2, 3))
+    param.__class__ = FreedParameter
+    return param
+
+
+@pytest.mark.parametrize("name", READ_VALUES)
+def test_what_reads_the_values_of_a_freed_parameter_raises_an_error(name):
+    """The memory of this one is there. So a function that is not refused returns something, and the test fails."""
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 3\) has no values any more"):
+        READ_VALUES[name](freed())
+
+
+@pytest.mark.parametrize("name", DO_NOT)
+def test_what_only_describes_a_freed_parameter_works(name):
+    plain = nn.Parameter(torch.zeros(2, 3))
+    assert DO_NOT[name](freed()) == DO_NOT[name](plain)
+
+
+def test_a_freed_parameter_still_takes_hooks_and_can_be_frozen():
+    """Libraries do this between the build and the first forward."""
+    param = freed()
+    param.register_hook(print)
+    param.requires_grad_(False)
+    assert not param.requires_grad and len({param: 1}) == 1
+    assert torch.empty_like(param).shape == torch.zeros_like(param).shape == (2, 3)
+
+
+def test_a_pickled_parameter_is_an_ordinary_one():
+    """With its marks, which optimizers' rules may read, and without the engine's."""
+    param = nn.Parameter(torch.ones(2))
+    param.__class__ = EngineParameter
+    param.bucket = freed  # stands for a reference to the engine
+    param.no_decay = True
+    again = pickle.loads(pickle.dumps(param))
+    assert type(again) is nn.Parameter and again.no_decay and not hasattr(again, "bucket")
+    assert torch.equal(again, torch.ones(2)) and again.requires_grad
+    assert type(copy.deepcopy(param)) is EngineParameter and copy.deepcopy(param).bucket is None

@@ -1,0 +1,77 @@
+"""ZeRO-1 with options.
+
+A `param.grad` is a view of its bucket's gradient buffer, as in the chapter, wherever it can be. With a `reduce_dtype`
+it cannot, because torch wants a gradient in its parameter's dtype: then a hook adds it to the buffer.
+"""
+
+from zero1 import ZeRO1, gather_parameters
+from zero2 import weak_hook
+from zero3 import default_units
+from zerolab.engine import checks, replicas
+from zerolab.engine.bucket import EngineBucket, to_optimizer
+from zerolab.engine.common import Engine, broadcast_frozen
+
+
+class ZeRO1Engine(Engine, ZeRO1):
+    """ZeRO-1 with the options of `Engine` and the chapter's `bucket_mb`."""
+
+    def __init__(self, model, optimizer, *, bucket_mb=None, **options):
+        super().__init__(model, optimizer, bucket_mb=bucket_mb, **options)
+        for bucket in self.buckets:
+            for param, place in bucket.place_of.items():
+                if bucket.grad_of[param] is None:
+                    param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient, bucket, place))
+                else:
+                    param.register_hook(weak_hook(self.before_gradient, bucket, param))
+
+    def check(self):
+        super().check()
+        checks.check_has_values(self.model, self.options)
+
+    def partition(self, bucket_mb):
+        frozen = broadcast_frozen(self)
+        buckets = super().partition(bucket_mb)
+        self.all_buckets = buckets + [self.make_bucket(name, [(name, param)]) for name, param in frozen]
+        return buckets
+
+    def make_bucket(self, name, named_params):
+        return EngineBucket(name=name, named_params=named_params, group=self.group, options=self.options)
+
+    def modules_that_cast(self):
+        return [self.model, *default_units(self.model)]
+
+    def before_gradient(self, bucket, param, gradient):
+        """Autograd has the gradient of `param`, and adds it to the bucket next."""
+        self.backward_began()
+        bucket.used.add(param)
+
+    def on_gradient(self, bucket, place, param):
+        """`param.grad` is finished, and has to move to its place in the bucket."""
+        self.backward_began()
+        bucket.used.add(param)
+        place.add_(bucket.take_gradient(param))
+
+    def finish_reduction(self):
+        works = [self.start_reduce(bucket) for bucket in self.buckets]
+        for bucket, work in zip(self.buckets, works):
+            work.wait()
+            self.finish_reduce(bucket)
+
+    def start_reduce(self, bucket):
+        if bucket.divide_first > 1:
+            bucket.gradient /= bucket.divide_first
+        return super().start_reduce(bucket)
+
+    def finish_reduce(self, bucket):
+        bucket.gradient /= bucket.divide_last
+        self.deliver(bucket, bucket.gradient[bucket.own])
+
+    def deliver(self, bucket, own):
+        """`own` is this rank's part of the mean over the ranks that shard."""
+        replicas.average_over(self.options.replicas, own)
+        bucket.shard.grad = to_optimizer(bucket, own, bucket.earlier)
+        bucket.earlier = None
+
+    def shards_changed(self):
+        """Called after something other than the optimizer has written to the shards."""
+        gather_parameters(self.all_buckets)
