@@ -280,7 +280,12 @@ def test_without_a_command_it_is_said_what_runs(monkeypatch, capsys):
 
 
 SLEEPS = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as if it were lost, in an import or in C++
+def end(number, frame):
+    os.write(1, b"ended by SIGTERM\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
 os.write(1, f"rank {os.getpid()}\\n".encode())
 time.sleep(600)
 """
@@ -310,6 +315,7 @@ def test_no_process_is_left_when_a_command_is_stopped(tmp_path, number, status):
         assert process.returncode == status
         psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 60)
         assert not any(map(psutil.pid_exists, pids))
+        assert process.stdout.read() == "ended by SIGTERM\n" * 2  # none was left alone for 30 s, and then killed
         if number == signal.SIGINT:
             assert process.stderr.read() == "\nstopped by Ctrl-C\n"
 

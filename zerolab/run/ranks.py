@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from zerolab.run.command_line import ERRORS_ARE_COLLECTED
 from zerolab.run.parent import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def torchrun(world_size: int, *more: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """This process's variables, for one that it starts: the project can be imported, and one thread computes."""
     found = dict(os.environ)
-    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for of_a_rank in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ERRORS_ARE_COLLECTED):
         found.pop(of_a_rank, None)
     found.setdefault("OMP_NUM_THREADS", "1")
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
