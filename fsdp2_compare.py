@@ -1,4 +1,6 @@
-"""The referee: one GPT, one text, the same steps under every engine. Do they train alike, and what does each cost?
+"""The referee: trains one GPT on one text under every engine, and compares losses, memory, traffic and step times.
+
+An engine is anything that trains a model on several ranks. By default these are compared:
 
     single                      one process on the batches of all ranks together: what the others must equal
     ddp                         DistributedDataParallel(gradient_as_bucket_view=True)
@@ -8,7 +10,7 @@
     fsdp1                       FullyShardedDataParallel around every block and the model, like fsdp2
     fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"
 
-The last two run only on request. zerolab/run/counterparts.py has torch's own engines as users build them.
+The last two run only on request. zerolab/run/counterparts.py builds torch's own engines as users build them.
 
 The engines go through three passes:
 
@@ -16,7 +18,8 @@ The engines go through three passes:
    decides whether an engine is correct.
 2. `train`: each engine trains by itself, from the same weights on the same batches. This pass records losses, bytes
    held, peak and traffic; nothing is timed.
-3. `time`: all engines are alive and make one step in turn, so whatever disturbs the machine disturbs all of them.
+3. `time`: all engines are alive and take turns, one step each, so that anything that disturbs the machine disturbs all
+   of them.
 
 Run it: ./launch.sh compare 2 --preset tiny
 """
@@ -47,17 +50,20 @@ from zerolab.run.recompute import checkpoint_blocks
 from zerolab.run.shared_options import check_world_size
 
 # In float32 on two ranks every engine adds the same two numbers and halves them, so the losses are equal to the bit.
-# With more ranks, or the whole batch in one process, the same sums are taken in a different order. Each sum is off by
-# about 1e-7 of its size, and AdamW, which divides a gradient by its own size, passes that on at full strength where a
-# gradient is nearly zero. Rounding reached 1.8e-5 nats with `tiny` on three ranks in 40 steps. The tolerance is far
-# above that because a longer run drifts further; errors are found by the float64 pass, not by this number.
+# With more ranks, or with the whole batch in one process, the same numbers are added in a different order. Each sum is
+# then off by about 1e-7 of its size. AdamW divides a gradient by the size of earlier gradients, so where a gradient is
+# nearly zero, the update is off by as much as the rounding. With `tiny` on three ranks, losses differed by 1.8e-5 nats
+# after 40 steps. The tolerance is far above that, because losses differ more in a longer run. The pass in float64 is
+# what finds errors.
 TOLERANCE = 1e-3
-# In bfloat16 each sum is off by about 4e-3 of its size. Seen with `tiny`, 40 steps: 1.5e-2 nats for the whole batch in
-# one process on two ranks, 4.8e-2 on three.
+# In bfloat16 each sum is off by about 4e-3 of its size. With `tiny`, after 40 steps, losses differed by 1.5e-2 nats
+# between two ranks and one process on the whole batch, and by 4.8e-2 with three ranks.
 TOLERANCE_BF16 = 1e-1
 
-WATCHED = 3  # steps of each engine that the ledgers see: in the third all states exist
-COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  # not those for a grid of ranks
+WATCHED = 3  # how many steps of each engine the ledgers see. In the third one all optimizer states exist
+COMPARED = tuple(
+    name for name, engine in ENGINES.items() if not engine.rows
+)  # without the engines that need a grid of ranks
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -73,8 +79,8 @@ class Referee:
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
         self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
-        # For models on a GPU: drawing a billion numbers on the host takes longer than copying them. They are drawn
-        # here, where no ledger counts them.
+        # For models on a GPU, because drawing a billion numbers on the host takes longer than copying them. They are
+        # drawn here, where no ledger counts them.
         self.weights = None if world.device.type == "cpu" else self.model()
         self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
@@ -97,12 +103,12 @@ class Referee:
         return GPT(preset(self.options.preset), self.options.seed)
 
     def build(self, name: str):
-        """The engine `name` around a model with the same weights as every other's."""
+        """The engine `name` around a model. The weights are the same for every engine."""
         on_cpu = self.world.device.type == "cpu"
         model = self.model() if on_cpu else copied_to(self.world.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
-        # fused: the CUDA default allocates intermediates as large as the parameters, which no engine causes.
+        # `fused`, because the default on CUDA allocates temporary tensors as large as the parameters, for any engine.
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
         return build(name, model, optimizer, self.world.device, dtype=self.dtype)
 
@@ -128,21 +134,21 @@ class Referee:
     # First pass.
 
     def prove(self) -> dict[str, float | None]:
-        """{engine: how far its float64 losses are from one process's losses}; None if it was not asked."""
+        """{engine: the largest difference of its float64 losses from one process's, or None if it was not tested}."""
         options = self.options
         config, recomputed = preset(options.preset), options.checkpoint_activations
         small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.world)
         differences = {}
         for name in with_progress(options.engines, "float64 pass", self.world.rank == 0):
-            asked = name != "single" and ENGINES[name].float64  # `single` is the one process
-            # With --dtype bf16 the stages are engines and not chapters, so the engines are what is asked.
+            asked = name != "single" and ENGINES[name].float64  # the others are compared with `single`
+            # With --dtype bf16 the stages are the engines of zerolab/engine, so these are tested and not the chapters.
             differences[name] = small.difference(name, as_engine=self.dtype is not None) if asked else None
         return differences
 
     # Second pass.
 
     def train(self, name: str) -> dict:
-        """One engine: losses, bytes held, peak and traffic, each the maximum over the ranks.
+        """Train one engine. Returns losses, bytes held, peak and traffic, each the maximum over the ranks.
 
         `held_bytes` is counted right before the optimizer's step, when all gradients exist. The articles' tables do
         the same. Peak and traffic are counted over the whole third step, when all optimizer states exist.
@@ -167,7 +173,7 @@ class Referee:
         return result
 
     def _watched_training(self, name: str) -> tuple[list[torch.Tensor], Seen]:
-        """(loss of every step, what was seen of the last watched one) of the engine `name` on this rank."""
+        """(the loss of every step, what was measured in the last watched step) of the engine `name` on this rank."""
         batches = [self.batch(name, step) for step in range(self.options.steps)]
         allocator, losses = allocator_of(self.world.device), []
         with PartsLedger() as memory:
@@ -203,14 +209,14 @@ class Referee:
             run["tolerance"] = 0.0 if exact and ENGINES[name].exact else rounding
             run["difference"] = (compared[name] - compared[base]).abs().max().item()
             proved = run["float64_difference"] is None or run["float64_difference"] <= proof.TOLERANCE
-            # NaN compares false with everything: a run that diverged does not match.
+            # Every comparison with NaN is false, so a run that diverged does not match.
             run["match"] = proved and run["difference"] <= run["tolerance"]
             run["losses"] = means[name].tolist()
 
     # Third pass.
 
     def time(self, runs: dict[str, dict]) -> None:
-        """Fill in `step_ms` (the median, of the slowest rank) and `tokens_per_s`, and what follows from it."""
+        """Fill in `step_ms`, the median of the slowest rank's times, and the numbers that follow from it."""
         engines = {name: self.build(name) for name in runs if self.takes_part(name)}
         steps = dict.fromkeys(runs)
         for name in engines:
@@ -227,7 +233,7 @@ class Referee:
             step_time.break_down(runs, engines, steps, self.options.timed_steps, self.world, self.wait_after)
 
     def timed_step(self, engine, batch) -> None:
-        """A step, after the delay of `--slow-rank`."""
+        """One step, which begins after the delay of `--slow-rank`."""
         slow, seconds = self.options.slow_rank or (None, 0)
         if self.world.rank == slow:
             time.sleep(seconds)
@@ -236,7 +242,7 @@ class Referee:
 
 
 def reference(runs: dict[str, dict]) -> str:
-    """Whose losses the others are compared with."""
+    """The engine whose losses the others are compared with."""
     return "ddp" if "ddp" in runs else next(iter(runs))
 
 
@@ -253,7 +259,7 @@ def main() -> None:
     runs = referee.compare()
     result = about | {"runs": runs, "match": all(run["match"] for run in runs.values())}
     file = options.json or json_file.default_name("compare") if world.rank == 0 else None
-    json_file.write(file, result, whole=False)  # in case somebody stops the third pass
+    json_file.write(file, result, whole=False)  # now, so that the results are kept if the third pass is stopped
     if options.timed_steps:
         referee.time(runs)
     world.print("\n" + tables.wrapped(referee_report.results(result, reference(runs))))
