@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from helpers import RankFailed, different_on_ranks, run_on_ranks, same, storage_bytes, whole_weights
+from helpers import different_on_ranks, same, storage_bytes, whole_weights
 from random_models import LAYERS, Model, Part, loss_of, make_batch, make_network, output_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -37,6 +37,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
+from zerolab.run.pool import RankFailed, run_on_ranks
 
 CHAPTERS = {"zero1.py": ZeRO1, "zero2.py": ZeRO2, "zero3.py": ZeRO3}
 ENGINES = {"zero1": ZeRO1Engine, "zero2": ZeRO2Engine, "zero3": ZeRO3Engine}
@@ -94,6 +95,9 @@ def does_not_fit(program):
         return "without find_unused=True every backward must reach every trained parameter"
     if any(part.clamps for part in parts) and "offload_policy" in options:
         return "with offload_policy the next step overwrites what a forward writes to weights"
+    inside = any(part.recomputed == "inside" or part.side_loss == "recomputed" for part in parts)
+    if program.subject == "zero3.py" and inside:
+        return "zero3.py trains with activation checkpoints around whole units, not inside of them"
     return ""
 
 
@@ -115,9 +119,23 @@ def skipped(run, operation):
         return "a chapter has no such method"
     if program.subject == "zero1.py" and run.reduced and name == "backward":
         return "not detected in zero1.py: a backward after your own reduce_gradients()"
+    if program.subject == "zero3.py" and recomputes_root(program) and run.graphs and name in NEW_FORWARDS:
+        return "not detected in zero3.py: a forward between a forward and a backward that runs a part of the root again"
     if program.subject == "zero3.py" and name == "input_gradient" and run.backwards:
         return "not detected in zero3.py: torch.autograd.grad between backward and step()"
     return ""
+
+
+NEW_FORWARDS = ("forward", "evaluate", "input_gradient", "fail")
+
+
+def recomputes_root(program):
+    """Whether a checkpoint is around something that is in no unit."""
+    model = program.model
+    units = program.options.get("units", range(len(model.parts)))
+    again = [index for index, part in enumerate(model.parts) if part.recomputed or part.side_loss == "recomputed"]
+    again += [0, 1] if model.in_pairs else []
+    return model.recomputed_head or any(index not in units for index in again)
 
 
 # On a rank.
@@ -201,9 +219,10 @@ class Run:
                 if text in str(found):
                     raise Refused(f"{place}: {found}")
             raise found
-        if expected is not None and found is None:
-            raise AssertionError(f"the engine raises nothing, and plain torch: {expected}")
         if expected is not None:
+            # Torch's only error in these programs: weights have changed since the forward.
+            if found is None or "inplace" not in str(expected) or not re.search("in ?place", str(found)):
+                raise AssertionError(f"plain torch raises: {expected}\nThe engine raises: {found}")
             self.zero_grad()
             self.graphs.clear()
         return expected is None
@@ -451,7 +470,7 @@ def draw_options(dice, subject, ranks):
             choices["group"] = ["replicas"]
     if subject == "zero3":
         choices |= {"reshard_after_forward": [False], "meta": [True]}
-    return {name: dice.choice(values) for name, values in choices.items() if dice.random() < 0.25}
+    return {name: dice.choice(values) for name, values in choices.items() if dice.random() < 0.3}
 
 
 def draw_operations(dice, subject):
@@ -461,14 +480,14 @@ def draw_operations(dice, subject):
     engine = subject in ENGINES
     for _ in range(dice.randint(2, 25)):
         kind = dice.choices(
-            ["forward", "backward", "end", "gradients", "other", "rare"], [6, 6, 3, 1.5, 1, 0.7 if engine else 0.3]
+            ["forward", "backward", "end", "gradients", "other", "rare"], [6, 6, 3, 2, 1, 0.7 if engine else 0.3]
         )[0]
         number = dice.randint(0, 9)
         if kind == "forward" and len(waiting) < 3:
             waiting.append(next(names))
             yield call("forward", waiting[-1], number)
         elif kind == "backward" and waiting:
-            graphs = dice.sample(waiting, min(len(waiting), dice.choice([1, 1, 1, 2])))
+            graphs = dice.sample(waiting, min(len(waiting), dice.choice([1, 1, 2])))
             how = dice.choice(["", "", "", "retain", "thread"] + ["quiet"] * 2 * engine)
             if how != "retain":
                 waiting = [graph for graph in waiting if graph not in graphs]

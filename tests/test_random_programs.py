@@ -8,11 +8,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers import run_on_ranks
 from random_models import Model, Part
 from random_programs import Program, as_script, call, draw, kind_of, report_of, run_on_rank, shorten
 
 from zero1 import ZeRO1
+from zerolab.run.pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 USUAL = range(24)  # each stage and engine on 1, 2, 3 and 4 ranks
