@@ -47,7 +47,7 @@ TOLERANCE = 1e-10  # float64 and some 20 steps; the order in which ranks are add
 
 @dataclass(frozen=True)
 class Program:
-    """A model, an engine with its options, and the operations: tuples of a name in OPERATIONS and its arguments."""
+    """A model, a stage or an engine with its options, and operations: see `Run`."""
 
     subject: str
     ranks: int
@@ -68,6 +68,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Operation:
+    """A method of `Run` by its name in OPERATIONS, and the method's arguments."""
+
     name: str
     arguments: tuple
     options: dict
@@ -145,10 +147,6 @@ class Planned(Exception):
     """An error that a program raises on purpose."""
 
 
-class Refused(Exception):
-    """A documented error ends the program."""
-
-
 def error_of(function):
     """The error that `function()` raises, or None."""
     try:
@@ -215,9 +213,6 @@ class Run:
     def both_or_none(self, expected, found):
         """Whether neither side raised an error. If both did, clear the gradients, as the documentation says."""
         if found is not None and expected is None:
-            for text, place in DOCUMENTED.items():
-                if text in str(found):
-                    raise Refused(f"{place}: {found}")
             raise found
         if expected is not None:
             # Torch's only error in these programs: weights have changed since the forward.
@@ -408,8 +403,11 @@ def run_on_rank(program):
             if not skipped(run, operation):
                 OPERATIONS[operation.name](run, *operation.arguments, **operation.options)
         run.check_weights()
-    except Refused as refused:
-        return str(refused)
+    except (RuntimeError, ValueError) as error:
+        for text, place in DOCUMENTED.items():
+            if text in str(error):
+                return f"{place}: {error}"
+        raise
     return ""
 
 
