@@ -274,7 +274,7 @@ def output_of(network, number, rank, shift=None):
     """`network` is a network or an engine. The masks of dropout depend on the batch only."""
     tokens, own_shift, _ = make_batch(number, rank)
     torch.manual_seed(1000 * number + rank)
-    return network(tokens, own_shift if shift is None else shift, number)
+    return network(tokens, own_shift if shift is None else shift, number).double()
 
 
 def loss_of(network, number, rank, shift=None):
