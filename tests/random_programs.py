@@ -126,8 +126,16 @@ def skipped(run, operation):
             return "the last backward before a step must run outside of no_sync()"
     if name == "fail" and not program.model.parts:
         return "there is no layer that could fail"
+    if name == "fail" and program.stage == "zero2" and any(part.kind == "experts" for part in program.model.parts):
+        return "ranks that use different parameters have sent different buckets when an error stops a backward"
     if name == "clip_value" and any(param.is_complex() for param in run.plain.parameters()):
         return "torch cannot clip complex gradients by value"
+    if (
+        name == "clip_norm"
+        and math.inf in operation.arguments
+        and any(not each.numel() for each in run.plain.parameters())
+    ):
+        return "torch's infinity norm does not support empty gradients"
     if program.chapter and name in ("clip_value", "checkpoint", "load"):
         return "a chapter has no such method"
     if program.subject in ("zero2.py", "zero3.py") and name == "clip_norm":
