@@ -104,6 +104,8 @@ def does_not_fit(program):
         return "without find_unused=True every backward must reach every trained parameter"
     if any(part.clamps for part in parts) and options.keys() & {"offload_policy", "param_dtype"}:
         return "with offload_policy or param_dtype the next step overwrites what a forward writes to weights"
+    if any(part.clamps for part in parts) and ("reshard_after_forward" in options or "units" in options):
+        return "what a forward writes is an error in ZeRO-3 when the unit is freed, here only after backward"
     if any(part.kind == "turned" for part in parts) and "param_dtype" in options:
         return "complex parameters keep their dtype, and torch does not multiply a matrix by one of another dtype"
     if program.subject == "zero3.py":
