@@ -316,13 +316,16 @@ class Run:
         self.reduced = True
 
     def change(self, factor):
-        """Change the mean gradients, which are in the optimizer's parameters after `reduce_gradients()`."""
+        """Change the mean gradients after `reduce_gradients()`."""
         self.reduce()
-        for optimizer in (self.plain_optimizer, self.engine.optimizer):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(factor)
+        changed = [*self.plain.parameters()]
+        if self.program.subject == "zero1.py":  # every rank has the whole mean
+            changed += self.engine.model.parameters()
+        else:
+            changed += [param for group in self.engine.optimizer.param_groups for param in group["params"]]
+        for param in changed:
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
     def clip_norm(self, max_norm, norm_type):
         torch_clip = torch.nn.utils.clip_grad_norm_
