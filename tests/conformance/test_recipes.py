@@ -79,6 +79,19 @@ def test_steps_of_several_forwards_and_backwards(engine, recipe):
     pair.check_weights()
 
 
+def test_gradients_of_inputs_between_backward_and_step(engine):
+    """They are not a backward that brings no gradients."""
+    pair = Pair(engine, seeded(Layers), data=leaves)
+    for step in range(3):
+        pair.backward(step)
+        x, targets = pair.batch(9)
+        (found,) = torch.autograd.grad(mse(pair.trained, x, targets), [x])
+        (expected,) = torch.autograd.grad(mse(pair.plain, x, targets), [x])
+        same(found, expected, pair.tolerance, "the gradient of the inputs")
+        pair.step()
+    pair.check_weights()
+
+
 class Judge(nn.Module):
     """Tells apart what the other network made and what the targets are."""
 
@@ -267,6 +280,8 @@ def test_a_moving_average_of_the_weights(engine):
     found = pair.engine.weights(pair.trained)
     for name, weight in expected.module.named_parameters():
         same(found[name], weight.detach(), pair.tolerance, f"the average of {name}")
+    pair.plain.load_state_dict(expected.module.state_dict())
+    pair.evaluate()
 
 
 # Errors that are not the model's.
