@@ -104,7 +104,11 @@ def does_not_fit(program):
         return "without find_unused=True every backward must reach every trained parameter"
     if any(part.clamps for part in parts) and options.keys() & {"offload_policy", "param_dtype"}:
         return "with offload_policy or param_dtype the next step overwrites what a forward writes to weights"
-    if any(part.clamps for part in parts) and ("reshard_after_forward" in options or "units" in options):
+    if any(part.clamps for part in parts) and options.keys() & {
+        "reshard_after_forward",
+        "reshard_after_backward",
+        "units",
+    }:
         return "what a forward writes is an error in ZeRO-3 when the unit is freed, here only after backward"
     if any(part.kind == "turned" for part in parts) and "param_dtype" in options:
         return "complex parameters keep their dtype, and torch does not multiply a matrix by one of another dtype"
@@ -498,7 +502,7 @@ def draw_options(dice, subject, ranks):
         if ranks % 2 == 0:
             choices["group"] = ["replicas"]
     if subject == "zero3":
-        choices |= {"reshard_after_forward": [False], "meta": [True]}
+        choices |= {"reshard_after_forward": [False], "reshard_after_backward": [False], "meta": [True]}
     options = {name: dice.choice(values) for name, values in choices.items() if dice.random() < 0.3}
     if subject in ENGINES and dice.random() < 0.2:
         options["param_dtype"] = torch.float32
