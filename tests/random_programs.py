@@ -1,7 +1,7 @@
 """Random training programs: all stages and engines on 1 to 4 ranks, compared with one process in float64.
 
-    python tests/random_programs.py --first 0 --count 200           draw and run 200 programs
-    python tests/random_programs.py --first 17 --count 1 --print    the program of seed 17, as Python text
+    PYTHONPATH=. python tests/random_programs.py --first 0 --count 200           draw and run 200 programs
+    PYTHONPATH=. python tests/random_programs.py --first 17 --count 1 --print    the program of seed 17, as Python text
 
 A seed gives a `Program`: a model (random_models.py), options of an engine, and a list of operations. Each rank runs the
 operations twice, with the engine on its own batches and with plain torch on the batches of all ranks. A program is
