@@ -102,13 +102,10 @@ def does_not_fit(program):
     some_unused = any(part.skipped or part.kind == "experts" for part in parts)
     if some_unused and not options.get("find_unused"):
         return "without find_unused=True every backward must reach every trained parameter"
-    if any(part.clamps for part in parts) and options.keys() & {"offload_policy", "param_dtype"}:
+    clamps = any(part.clamps for part in parts)
+    if clamps and options.keys() & {"offload_policy", "param_dtype"}:
         return "with offload_policy or param_dtype the next step overwrites what a forward writes to weights"
-    if any(part.clamps for part in parts) and options.keys() & {
-        "reshard_after_forward",
-        "reshard_after_backward",
-        "units",
-    }:
+    if clamps and options.keys() & {"reshard_after_forward", "reshard_after_backward", "units"}:
         return "what a forward writes is an error in ZeRO-3 when the unit is freed, here only after backward"
     if any(part.kind == "turned" for part in parts) and "param_dtype" in options:
         return "complex parameters keep their dtype, and torch does not multiply a matrix by one of another dtype"
@@ -134,14 +131,9 @@ def skipped(run, operation):
         return "there is no layer that could fail"
     if name == "fail" and program.stage == "zero2" and any(part.kind == "experts" for part in program.model.parts):
         return "ranks that use different parameters have sent different buckets when an error stops a backward"
-    if name == "clip_value" and any(param.is_complex() for param in run.plain.parameters()):
-        return "torch cannot clip complex gradients by value"
-    if (
-        name == "clip_norm"
-        and math.inf in operation.arguments
-        and any(not each.numel() for each in run.plain.parameters())
-    ):
-        return "torch's infinity norm does not support empty gradients"
+    turned = any(part.kind == "turned" for part in program.model.parts)
+    if turned and (name == "clip_value" or name == "clip_norm" and math.inf in operation.arguments):
+        return "torch cannot clip complex gradients by value, and has no infinity norm of empty gradients"
     if program.chapter and name in ("clip_value", "checkpoint", "load"):
         return "a chapter has no such method"
     if program.subject in ("zero2.py", "zero3.py") and name == "clip_norm":
