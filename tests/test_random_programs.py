@@ -78,4 +78,4 @@ def test_what_is_printed_can_be_run(seed, tmp_path):
     command = [sys.executable, str(tmp_path / "program.py")]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["correct", str(draw(seed))]
+    assert done.stdout.splitlines()[-1] == str(draw(seed))
