@@ -61,9 +61,7 @@ TOLERANCE = 1e-3
 TOLERANCE_BF16 = 1e-1
 
 WATCHED = 3  # how many steps of each engine the ledgers see. In the third one all optimizer states exist
-COMPARED = tuple(
-    name for name, engine in ENGINES.items() if not engine.rows
-)  # without the engines that need a grid of ranks
+COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  # `rows` need a grid of ranks
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
