@@ -659,7 +659,7 @@ def as_script(program):
     return "\n".join(
         [
             "# Save this as program.py, and run: PYTHONPATH=.:tests python program.py",
-            "import math",
+            "from math import inf",
             "import torch",
             "from random_programs import Model, Part, Program, call, check",
             "",
