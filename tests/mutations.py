@@ -28,18 +28,19 @@ class Mutation:
         return f"{self.function}: {self.statement}" + (f" -> {self.replacement}" if self.replacement != "pass" else "")
 
 
-def mutated_source(mutation):
-    """The text of the chapter with the mutation, without comments. Raises LookupError if it does not fit."""
-    tree = ast.parse((ROOT / f"{mutation.chapter}.py").read_text())
-    function = find_function(tree, mutation.function)
-    places = list(places_of(function, mutation.statement))
-    if len(places) != 1:
-        raise LookupError(f"{mutation.statement!r} is {len(places)} times in {mutation.function}, expected once")
-    body, index = places[0]
-    if mutation.statement.startswith("if "):
-        body[index].test = ast.parse(f"{mutation.replacement} pass").body[0].test
-    else:
-        body[index : index + 1] = ast.parse(mutation.replacement).body
+def mutated_source(*mutations):
+    """The text of the chapter with the mutations, without comments. Raises LookupError if one does not fit."""
+    tree = ast.parse((ROOT / f"{mutations[0].chapter}.py").read_text())
+    for mutation in mutations:
+        function = find_function(tree, mutation.function)
+        places = list(places_of(function, mutation.statement))
+        if len(places) != 1:
+            raise LookupError(f"{mutation.statement!r} is {len(places)} times in {mutation.function}, expected once")
+        body, index = places[0]
+        if mutation.statement.startswith("if "):
+            body[index].test = ast.parse(f"{mutation.replacement} pass").body[0].test
+        else:
+            body[index : index + 1] = ast.parse(mutation.replacement).body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -83,3 +84,162 @@ def mutated(mutation):
             sys.modules.pop(name)
             if before is not None:
                 sys.modules[name] = before
+
+
+# The rest of the table: mutations that the chapters' lists do not have.
+
+ALL_REDUCE = "return dist.all_reduce(bucket.gradient, group=self.group, async_op=True)"
+WAIT_AND_FINISH = "work.wait(); self.finish_reduce(bucket)"
+REDUCE_SCATTER = (
+    "self.work = reduce_scatter(self.shard_gradient, self.gradient, group=self.bucket.group, async_op=True)"
+)
+OTHERS = [
+    Mutation("zero1", "Bucket.assign_places", "end += round_up(param.numel(), align)", "end += param.numel()"),
+    Mutation(
+        "zero1", "Bucket.assign_places", "self.shard_numel = round_up(largest, align)", "self.shard_numel = largest"
+    ),
+    Mutation(
+        "zero1",
+        "Bucket.assign_places",
+        "largest = -(-max(end, 1) // self.world_size)",
+        "largest = -(-end // self.world_size)",
+    ),
+    Mutation("zero1", "Bucket.make_shard", "return self.flat[self.own]", "return self.flat[self.own].clone()"),
+    Mutation("zero1", "Bucket.lay_out", "self.place(flat, index).copy_(tensor)"),
+    Mutation("zero1", "Bucket.lay_out", "flat[self.offsets[index] + tensor.numel():next_offsets[index]].zero_()"),
+    Mutation(
+        "zero1",
+        "ZeRO1.finish_reduce",
+        "bucket.shard.grad = bucket.gradient[bucket.own]",
+        "bucket.shard.grad = bucket.gradient[bucket.own].clone()",
+    ),
+    Mutation(
+        "zero1",
+        "ZeRO1.start_reduce",
+        ALL_REDUCE,
+        "return dist.all_reduce(bucket.gradient, async_op=True)",
+    ),
+    Mutation("zero1", "ZeRO1.reduce_gradients", "if self.buckets[0].shard.grad is not None:", "if False:"),
+    Mutation("zero1", "ZeRO1.reduce_gradients", "self.finish_reduce(bucket)"),
+    Mutation("zero1", "ZeRO1.step", "self.optimizer.step()"),
+    Mutation("zero1", "ZeRO1.step", "self.reduce_gradients()"),
+    Mutation(
+        "zero1",
+        "gather_parameters",
+        "works = [bucket.gather() for bucket in buckets]",
+        "works = [bucket.gather() for bucket in buckets[:1]]",
+    ),
+    Mutation("zero2", "Reduction.deliver", "shard.grad += self.shard_gradient", "shard.grad = self.shard_gradient"),
+    Mutation(
+        "zero2",
+        "Reduction.lay_out_gradients",
+        "return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)",
+        "return self.bucket.lay_out(list(take_gradients(self.bucket)), self.bucket.flat.dtype)",
+    ),
+    Mutation(
+        "zero2",
+        "Reduction.start",
+        REDUCE_SCATTER,
+        "self.work = reduce_scatter(self.shard_gradient, self.gradient, async_op=True)",
+    ),
+    Mutation("zero2", "ZeRO2.reduce_gradients", "check_complete(self.buckets)"),
+    Mutation("zero2", "ZeRO2.receive", "self.in_flight = None"),
+    Mutation("zero2", "ZeRO2.on_gradient", "check_gradient(bucket, param)"),
+    Mutation("zero2", "ZeRO2.expect_gradients", "self.turn = 0"),
+    Mutation(
+        "zero3",
+        "parameters_by_unit",
+        "home[param] = unit if home.get(param, unit) is unit else model",
+        "home[param] = unit",
+    ),
+    Mutation(
+        "zero3",
+        "parameters_by_unit",
+        "unit_around[module] = model if module in unit_around else unit",
+        "unit_around[module] = unit",
+    ),
+    Mutation("zero3", "ZeRO3.plan_prefetch", "ahead = prefetch if self.world_size > 1 else 0", "ahead = prefetch"),
+    Mutation("zero3", "ZeRO3.plan_prefetch", "root.preceding = inner[::-1][:ahead]", "root.preceding = inner[:ahead]"),
+    Mutation(
+        "zero3",
+        "ZeRO3.plan_prefetch",
+        "unit.preceding = inner[max(0, index - ahead):index][::-1]",
+        "unit.preceding = inner[max(0, index - ahead):index]",
+    ),
+    Mutation(
+        "zero3",
+        "Unit.start_gather",
+        "self.flat.untyped_storage().resize_(self.flat.nbytes)",
+        "self.flat.untyped_storage().resize_(self.flat.numel())",
+    ),
+    Mutation("zero3", "Unit.start_gather", "self.allocated = True"),
+    Mutation("zero3", "Unit.wait", "self.work.wait()"),
+    Mutation("zero3", "Unit.wait", "self.work = None"),
+    Mutation("zero3", "Unit.free", "self.wait()"),
+    Mutation("zero3", "Unit.free", "self.allocated = False"),
+    Mutation("zero3", "ZeRO3.before_forward", "unit.wait()", "for each in (unit, *unit.following): each.wait()"),
+    Mutation("zero3", "ZeRO3.before_backward", "unit.wait()"),
+    Mutation("zero3", "ZeRO3.before_backward", "unit.start_gather()"),
+    Mutation("zero3", "ZeRO3.end_backward", "self.receive()"),
+    Mutation("zero3", "ZeRO3.end_backward", "self.free_all()"),
+    Mutation("zero3", "ZeRO3.on_output", "if unit.missing:", "if True:"),
+    Mutation("zero3", "ZeRO3.on_gradient", "self.notice_backward()"),
+    Mutation("zero3", "ZeRO3.on_gradient", "unit.missing.remove(param)"),
+    Mutation("zero3", "ZeRO3.finish", "self.send(unit)"),
+    Mutation("zero3", "ZeRO3.unpack", "check_reader(unit)"),
+]
+
+# Other ways to write a function, which are as correct as the chapter's.
+RIGHT = {
+    "zero1, divided before the sum": [
+        Mutation(
+            "zero1",
+            "ZeRO1.start_reduce",
+            ALL_REDUCE,
+            f"bucket.gradient /= self.world_size\n{ALL_REDUCE}",
+        ),
+        Mutation("zero1", "ZeRO1.finish_reduce", "bucket.gradient /= self.world_size"),
+    ],
+    "zero1, waits in the other order": [
+        Mutation(
+            "zero1",
+            "ZeRO1.reduce_gradients",
+            f"for bucket, work in zip(self.buckets, works):\n    {WAIT_AND_FINISH}",
+            f"for bucket, work in reversed(list(zip(self.buckets, works))):\n    {WAIT_AND_FINISH}",
+        ),
+    ],
+    "zero1, padding by torch.zeros": [
+        Mutation(
+            "zero1",
+            "Bucket.lay_out",
+            "flat = torch.empty(self.numel, dtype=dtype, device=self.params[0].device)",
+            "flat = torch.zeros(self.numel, dtype=dtype, device=self.params[0].device)",
+        ),
+        Mutation("zero1", "Bucket.lay_out", "flat[self.offsets[index] + tensor.numel():next_offsets[index]].zero_()"),
+    ],
+    "zero2, divided before the sum": [
+        Mutation(
+            "zero2",
+            "Reduction.start",
+            REDUCE_SCATTER,
+            f"self.gradient /= self.bucket.world_size\n{REDUCE_SCATTER}",
+        ),
+        Mutation("zero2", "Reduction.average", "self.shard_gradient /= self.bucket.world_size"),
+    ],
+    "zero3, the storage of a parameter": [
+        Mutation(
+            "zero3",
+            "Unit.free",
+            "self.flat.untyped_storage().resize_(0)",
+            "self.params[0].untyped_storage().resize_(0)",
+        ),
+    ],
+    "zero3, a list of its own": [
+        Mutation(
+            "zero3",
+            "ZeRO3.before_forward",
+            "for each in (unit, *unit.following):\n    each.start_gather()",
+            "unit.start_gather()\nfor each in unit.following:\n    each.start_gather()",
+        ),
+    ],
+}

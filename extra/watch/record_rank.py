@@ -4,6 +4,7 @@ import contextlib
 import time
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from extra.watch.cell_ledger import CellLedger
@@ -49,7 +50,7 @@ class RecordingLedger(CellLedger, Listener):
     def step_begins(self, step: Span, depth: int) -> None:
         self.began_at[id(step)] = calls()
 
-    def issues(self, collective: Span) -> None:
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         self.issued_at.append(calls())
 
     def ended(self, collective: Span) -> None:

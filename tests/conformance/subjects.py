@@ -9,6 +9,8 @@ from helpers import whole_weights
 
 from conformance.others import OTHERS, Documented, adapted
 from zerolab.run import engine_file, engines
+from zerolab.teach.check import student
+from zerolab.teach.exercises import EXERCISES
 
 STAGES = tuple(engines.STAGES)
 CHAPTERS = tuple(f"{name}.py" for name in STAGES)  # "zero1.py": the chapter itself
@@ -75,6 +77,11 @@ def subject(name: str) -> Subject:
         return Subject(name, engines.CHAPTERS[stage], stage, chapter=True, promise=engines.ENGINES[stage].promise)
     if name in STAGES:
         return Subject(name, engines.STAGES[name], name, promise=engines.ENGINES[name].promise)
+    if name.startswith("student:"):  # of ./launch.sh check: a file that is to do what a chapter does
+        _, exercise, file = name.split(":", 2)
+        stage = EXERCISES[exercise].chapter
+        build = student.stage_of(exercise, file, None)
+        return Subject(name, build, stage, chapter=True, promise=engines.ENGINES[exercise].promise)
     if name.endswith(".py"):
         known = {engine.file: engine for engine in engines.ENGINES.values()}
         if name not in known:

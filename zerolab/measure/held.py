@@ -124,7 +124,7 @@ def bucket_with(engine, tensors: list[torch.Tensor]):
         if not storages.isdisjoint(storage_under(buffer)._cdata for buffer in buffers):
             return bucket
     reduction = getattr(engine, "in_flight", None)  # of ZeRO-2 and -3: its tensors are new in every backward
-    if reduction is not None and storage_under(reduction.shard)._cdata in storages:
+    if reduction is not None and storage_under(reduction.shard_gradient)._cdata in storages:
         return reduction.bucket
     return None
 

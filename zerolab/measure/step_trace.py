@@ -5,6 +5,8 @@ A chapter has no code for this. The trace listens to a `Timeline` and reads a `M
 
 import textwrap
 
+import torch
+
 from zerolab.measure import tables
 from zerolab.measure.held import bucket_name, has_gradient_buffers, held_bytes
 from zerolab.measure.ledger import MemoryLedger
@@ -89,7 +91,7 @@ class BucketTrace(StepTrace):
         counted = any("  x " in line for line in self.lines)
         return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
 
-    def issues(self, collective: Span) -> None:
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         inside = f"{collective.step}: " if self._depth > 1 else ""
         self.line(f"  {inside + collective.name:<42}{collective.nbytes / 1e6:>10.2f}{_sent(collective) / 1e6:>9.2f}")
 
@@ -97,7 +99,7 @@ class BucketTrace(StepTrace):
         in_flight = getattr(self.engine, "in_flight", None)
         if in_flight is None:
             return ""
-        return f" (the last bucket's {in_flight.shard.nbytes / 1e6:.2f} MB are in flight)"
+        return f" (the last bucket's {in_flight.shard_gradient.nbytes / 1e6:.2f} MB are in flight)"
 
     def line(self, text: str) -> None:
         if text != self._last:
@@ -179,7 +181,7 @@ class UnitTrace(StepTrace):
             self.flush()
         self._add("gather" if grows else "free", bucket_name(self.engine, bucket))
 
-    def issues(self, collective: Span) -> None:
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         self._sent += _sent(collective)
         if collective.name == "reduce-scatter":
             self._add("reduce", collective.unit)

@@ -92,8 +92,8 @@ class Listener:
     def resizes(self, bucket, grows: bool) -> None:
         """The whole buffer of this unit or bucket is about to get its memory, or to lose it."""
 
-    def issues(self, collective: Span) -> None:
-        """A collective is about to be issued."""
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
+        """A collective is about to be issued. The last of its tensors is its input."""
 
     def ended(self, collective: Span) -> None:
         """It has ended. A thread of the backend may call this."""
@@ -218,12 +218,13 @@ class Timeline(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group_of(args)))
         span = Span(COLLECTIVES, kind, start, None, self._where.step, whole_bytes(kind, args), ranks, later=later)
         span.number = len(self.collectives)
-        bucket = bucket_with(self._engine, tensor_leaves(args[:2]))
+        tensors = tensor_leaves(args[:2])
+        bucket = bucket_with(self._engine, tensors)
         span.unit = "" if bucket is None else bucket_name(self._engine, bucket)
         self.spans.append(span)
         self.collectives.append(span)
         self._announced = None
-        self._listener.issues(span)
+        self._listener.issues(span, tensors)
         return span
 
     def _follow(self, span: Span, args, result) -> None:

@@ -22,17 +22,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
     parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
     parser.add_argument(
-        "--seconds", type=float, default=60, help="for one training of a step, which takes about one (default 60)"
+        "--seconds", type=positive_int, default=20, help="how long a rank may wait for another one (default 20)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="other weights and data (default 0)")
-    parser.add_argument("--json", help="write the points, with what was expected and found, to this file")
+    parser.add_argument("--limit", type=positive_int, default=300, help="seconds for one file (default 300)")
+    parser.add_argument("--junit", help="write the results to this file, in the XML format of JUnit")
     options = parser.parse_args(argv)
-    if options.seconds < 1:
-        parser.error(f"--seconds must be 1 or more, got {options.seconds:g}")
     if machines() != 1:
         parser.error("check runs on one machine: unset NNODES")
-    parser.beside("--folder", "--seconds", "--seed", "--json")
+    parser.beside("--folder", "--seconds", "--limit", "--junit")
     if options.folder and not any(options.folder.glob("*.py")):
         parser.error(f"--folder {options.folder}: there is no Python file in it")
-    check_writable("--json", options.json)
+    check_writable("--junit", options.junit)
     return options

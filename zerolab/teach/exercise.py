@@ -14,7 +14,7 @@ from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach import exercise_options
 from zerolab.teach.exercises import EXERCISES
-from zerolab.teach.exercises.kinds import Blank, ChapterExercise, Task, WholeFile
+from zerolab.teach.exercises.kinds import Blank, ChapterExercise, Task
 
 FOLDER = ROOT / "exercises"
 STARTS = ROOT / "zerolab" / "teach" / "exercises" / "starts"
@@ -32,22 +32,9 @@ def find(tree: ast.Module, where: str) -> ast.FunctionDef | ast.ClassDef:
     return node
 
 
-def _assignment_to(name: str, body: list[ast.stmt]) -> int:
-    """The index of the one statement of the body that assigns to `name` ("self.own")."""
-    found = []
-    for index, statement in enumerate(body):
-        if isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets):
-            found.append(index)
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} of its statements assign to {name}, and one must")
-    return found[0]
-
-
-def statements(tree: ast.Module, blank: Blank, where: str) -> list[ast.stmt]:
-    """The statements of the function `where` that the blank takes out: its body, without the docstring."""
+def statements(tree: ast.Module, where: str) -> list[ast.stmt]:
+    """The statements of the function `where` that are taken out: its body, without the docstring."""
     node = find(tree, where)
-    if blank.first:
-        return node.body[_assignment_to(blank.first, node.body) : _assignment_to(blank.last, node.body) + 1]
     return node.body[1:] if ast.get_docstring(node) is not None else node.body
 
 
@@ -70,7 +57,7 @@ def _comment(paragraphs: list[str], indent: int = 0) -> list[str]:
 def _cut(text: str, blank: Blank, hints: int) -> str:
     """The chapter's `text` with this blank. Raises LookupError for a function that the chapter does not have."""
     lines = text.split("\n")
-    bodies = {where: statements(ast.parse(text), blank, where) for where in blank.where}
+    bodies = {where: statements(ast.parse(text), where) for where in blank.where}
     taken = 0
     for body in bodies.values():
         code = lines[body[0].lineno - 1 : body[-1].end_lineno]
@@ -123,7 +110,7 @@ def generate(name: str, hints: int = 1) -> str:
     lines[after:after] = ["", *_introduction(name, exercise)]
     text = "\n".join(lines)
     text = re.sub(r"Run it: torchrun --nproc-per-node 2 zero\d\.py", f"Check it: ./launch.sh check {name}", text)
-    text = text.partition("\n# Without this line, that happens")[0].rstrip()  # it gives answers away
+    text = text.partition("\n# What goes wrong if you delete a line")[0].rstrip()  # it gives answers away
     return sealed(f'{text}\n\n\nif __name__ == "__main__":\n    main({exercise.engine})')
 
 
@@ -155,11 +142,10 @@ def summary(name: str, text: str) -> str:
     """What is printed after an exercise was written."""
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
     said = [f"written: {FOLDER / name}.py"]
-    for check in exercise.checks:
-        if not isinstance(check, WholeFile):
-            said.append(f"  {lines.get(check.title, ''):>4}  {check.title}")
+    for blank in getattr(exercise, "blanks", ()):
+        said.append(f"  {lines.get(blank.title, ''):>4}  {blank.title}")
     said.append(f"When it is finished, it {exercise.goal}.")
-    said.append(f"Check it at any time, about a minute: ./launch.sh check {name}")
+    said.append(f"Check it at any time, in about half a minute: ./launch.sh check {name}")
     return "\n".join(said)
 
 

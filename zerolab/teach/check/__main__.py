@@ -1,3 +1,3 @@
-from zerolab.teach.check.report import main
+from zerolab.teach.check.command import main
 
 main()

@@ -1,7 +1,11 @@
-"""Small models of awkward shapes, and data that differs between ranks and steps."""
+"""Small models of awkward shapes, and data that differs between ranks and steps.
+
+Every model has `batch(step, rank)` and `loss(outputs, targets)`.
+"""
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
@@ -19,7 +23,28 @@ class Block(nn.Module):
         return x + self.scale * self.down(torch.tanh(self.up(x))) + self.pair.sum()
 
 
-class Odd(nn.Module):
+class OfTokens(nn.Module):
+    """The data of a model that is given tokens."""
+
+    loss = staticmethod(F.cross_entropy)
+
+    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens(step, rank)
+
+
+class OfVectors(nn.Module):
+    """The data of a model that is given `rows` vectors of `width`."""
+
+    width, rows = 8, 8
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, targets)
+
+    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return vectors(step, rank, self.width, self.rows, next(self.parameters()).dtype)
+
+
+class Odd(OfTokens):
     """An embedding, blocks of different sizes, of which one has a frozen layer, and a head."""
 
     def __init__(self, blocks: int = 3):
@@ -58,7 +83,7 @@ class BiasLast(Odd):
         return super().forward(tokens) + self.bias
 
 
-class SharedInside(nn.Module):
+class SharedInside(OfTokens):
     """Two units that hold the same layer, next to their own layers. 11 rows, so tied weights have an odd size."""
 
     def __init__(self):
@@ -111,7 +136,7 @@ class ChangedInPlace(Odd):
         return loss
 
 
-class Lanes(nn.Module):
+class Lanes(OfVectors):
     """Units that run in the order of `way`, without the one in `skip`."""
 
     def __init__(self, sizes=(8, 9, 8, 9)):
@@ -126,10 +151,12 @@ class Lanes(nn.Module):
         return x
 
 
-class Stack(nn.Module):
+class Stack(OfVectors):
     """Wide layers and hardly any activations, so that live bytes are parameters and gradients."""
 
-    def __init__(self, layers: int, width: int):
+    width, rows = 48, 1
+
+    def __init__(self, layers: int = 6, width: int = 48):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
@@ -139,16 +166,40 @@ class Stack(nn.Module):
         return x
 
 
-class OneWeight(nn.Sequential):
-    """A bucket so small that all ranks but the first own only padding; with `more`, another one."""
+class OneWeight(OfVectors):
+    """A bucket so small that all ranks but the first own only padding."""
 
-    def __init__(self, more: bool):
-        super().__init__(nn.Linear(2, 1, bias=False), *([nn.Linear(1, 40)] if more else []))
+    width, rows = 2, 1
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 1, bias=False))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.square().sum()
 
 
-def uneven_blocks(width: int) -> nn.Sequential:
+class OneWeightAndMore(OneWeight):
+    """And a larger bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.append(nn.Linear(1, 40))
+
+
+class UnevenBlocks(nn.Sequential):
     """Blocks of unequal size: the one in the middle has eight layers, the six others have one."""
-    return nn.Sequential(*[Linears(layers, width) for layers in (1, 1, 1, 8, 1, 1, 1)])
+
+    loss = staticmethod(F.mse_loss)
+
+    def __init__(self):
+        super().__init__(*[Linears(layers, 16) for layers in (1, 1, 1, 8, 1, 1, 1)])
+
+    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return vectors(step, rank, 16, 64)
 
 
 class Linears(nn.Sequential):

@@ -5,7 +5,6 @@ from zerolab.teach.exercises.kinds import Blank, ChapterExercise
 LAY_OUT = Blank(
     title="Step 3: lay out a bucket's gradients, and let go of each param.grad",
     where=("Reduction.lay_out_gradients", "take_gradients"),
-    compared=("Reduction.lay_out_gradients",),
     hints=(
         "Where must each gradient be so that cutting the buffer into N parts is cutting the parameters? How many "
         "copies of a bucket's gradients are alive while you do it?",
@@ -19,15 +18,13 @@ LAY_OUT = Blank(
 REDUCE = Blank(
     title="Step 3: send a bucket's gradients, and receive this rank's shard of the mean",
     where=("Reduction.start", "Reduction.finish", "Reduction.average", "Reduction.deliver"),
-    compared=("Reduction.start", "Reduction.finish"),
     hints=(
         "Which code still reads the buffer after the call has returned? Which names keep the large buffer alive? What "
         "if the shard has a gradient from an earlier backward already?",
         "`start` keeps the work of reduce_scatter(output, input, group=self.bucket.group, async_op=True) as "
-        "self.work: from self.flat into self.shard. `finish` waits for it, lets go of the whole buffer (self.flat = "
-        "None), and calls `average`, which divides self.shard by N (self.bucket.world_size), and `deliver`, which "
-        "makes self.shard the gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is "
-        "correct too.",
+        "self.work: from self.gradient into self.shard_gradient. `finish` waits for it, and calls `average`, which "
+        "divides self.shard_gradient by N (self.bucket.world_size), and `deliver`, which makes self.shard_gradient the "
+        "gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is correct, too.",
     ),
     target="about {lines} lines. It sends Ψ elements. Nothing is left of the whole gradients: 4Ψ/N bytes are held",
     read="the first paragraph at the top of the file; the table in Reduction's docstring",
@@ -35,14 +32,13 @@ REDUCE = Blank(
 SEND = Blank(
     title="Step 3: at most one bucket in flight",
     where=("ZeRO2.send", "ZeRO2.receive"),
-    compared=("ZeRO2.send",),
     hints=(
         "Sending is quick and travelling is slow. When must the previous bucket have arrived, so that never more than "
         "two buckets are whole?",
         "`send` receives the previous bucket (self.receive()) first, then makes this one's Reduction "
         "(self.make_reduction(bucket)), keeps it as self.in_flight and starts it. `receive` finishes the one in "
-        'flight, if there is one, and sets self.in_flight to None. The label is record_function("step 3 reduce '
-        'gradients").',
+        "flight, if there is one, and sets self.in_flight to None, which frees the whole gradients. The label is "
+        'record_function("step 3 reduce gradients").',
     ),
     target="about {lines} lines; two buckets of whole gradients at most: this one, and the one that backward fills",
     read="the drawing of backward at the top of the file",
@@ -63,7 +59,6 @@ IN_TURN = Blank(
 ON_GRADIENT = Blank(
     title="Step 2: notice a finished gradient",
     where=("ZeRO2.on_gradient", "ZeRO2.expect_gradients"),
-    compared=("ZeRO2.on_gradient",),
     hints=(
         "How does a stage know that a bucket is complete? And how, that another backward has begun before the step?",
         "`expect_gradients` sets self.turn to 0 and the `missing` of each bucket to the set of its params. "

@@ -44,7 +44,6 @@ FREE = Blank(
 GATHER = Blank(
     title="Step 5: start to gather a unit, and wait for it",
     where=("Unit.start_gather", "Unit.wait"),
-    compared=("Unit.start_gather",),
     hints=(
         "What is the opposite of what `free` does? Who waits, and when?",
         "`start_gather` does nothing if self.allocated. It gives the storage under self.flat its bytes back "
@@ -87,7 +86,8 @@ REACHED = Blank(
         "unit's output not mean that its backward comes?",
         "`unpack` is given what `pack` returned: a tensor and its version at that time. A tensor with a different "
         "version now was changed in place: a RuntimeError. self.unit_on.get(storage_of(tensor)) is the unit whose "
-        "weight the tensor is, or a view of; if there is one, self.before_backward(unit). Return the tensor. "
+        "weight the tensor is, or a view of; if there is one, check_reader(unit) refuses a read outside of backward, "
+        "and self.before_backward(unit) gathers it. Return the tensor. "
         "`on_output` calls self.notice_backward(), and self.before_backward(unit) unless the unit has all its "
         "gradients.",
     ),
@@ -123,7 +123,6 @@ BACKWARD = Blank(
 ON_GRADIENT = Blank(
     title="Step 2: free and reduce a unit whose gradients are finished",
     where=("ZeRO3.on_gradient", "ZeRO3.finish"),
-    compared=("ZeRO3.on_gradient",),
     hints=(
         "When is the last gradient of a unit there? Will anybody read its weights again in this backward?",
         "self.notice_backward() first, then check_gradient(unit, param) for the parameter's unit, "

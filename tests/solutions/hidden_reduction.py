@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from zero1 import ZeRO1
+from zero1 import ZeRO1, check_gradients
 
 
 class Engine(ZeRO1):
@@ -32,11 +32,10 @@ class Engine(ZeRO1):
             self.turn += 1
 
     def reduce_gradients(self):
-        self.check_gradients()
+        check_gradients(self.buckets)
         for bucket, gradient, work in self.sent:
             work.wait()
             bucket.gradient += gradient / self.world_size
         for bucket in self.buckets:
             bucket.shard.grad = bucket.gradient[bucket.own]
         self.sent = []
-        self.reduced = True

@@ -1,0 +1,494 @@
+"""What the tests of the exercises share: small trainings, what is recorded of them, and messages.
+
+The body of a test runs on every rank. `train` trains a stage for two steps with different data on every rank, and
+records values, events and bytes. `compare` finds the first difference between a student's training and the chapter's.
+"""
+
+import functools
+import importlib
+import re
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+
+from zerolab.measure.held import storage_bytes, storage_under
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.timeline import Listener, Span, Timeline
+from zerolab.measure.traffic import sent_bytes
+from zerolab.run import pool, process_group
+from zerolab.teach.check import models, student
+
+WIDTH = 48  # of the layers whose bytes are counted
+SLACK = 1024  # bytes of scalars
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a sum may be apart
+# With a large eps the update depends on the gradient's size, so a sum in place of a mean shows.
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+
+
+class Differs(AssertionError):
+    """A value or an event differs from the expected one."""
+
+    def __init__(self, what: str, expected, found):
+        super().__init__(f"{what}: expected {expected}, found {found}")
+        self.what, self.expected, self.found = what, str(expected), str(found)
+
+
+def expect(what: str, found, expected) -> None:
+    if found != expected:
+        raise Differs(what, expected, found)
+
+
+def expect_at_most(what: str, found: float, most: float) -> None:
+    if found > most:
+        raise Differs(what, f"at most {most:,}", f"{found:,}")
+
+
+def expect_values(what: str, found, expected: torch.Tensor) -> None:
+    """Two tensors are equal, up to the order of a sum. A message guesses why they are not."""
+    if not isinstance(found, torch.Tensor):
+        raise Differs(what, f"a tensor of shape {tuple(expected.shape)}", f"{found!r}: is a return missing?")
+    expect(f"the shape of {what}", tuple(found.shape), tuple(expected.shape))
+    expect(f"the dtype of {what}", found.dtype, expected.dtype)
+    tolerance = EXACT.get(expected.dtype, 0)
+    close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not close.all():
+        place = tuple((~close).nonzero()[0].tolist())
+        right, wrong = expected[place].item(), found[place].item()
+        at = f" at {list(place)}" if place else ""
+        raise Differs(what, f"{right:.9g}", f"{wrong:.9g}{guess(wrong / right if right else 0.0)}{at}")
+
+
+def guess(ratio: float) -> str:
+    """A reason for a value that is so many times the expected one."""
+    ranks = dist.get_world_size()
+    if abs(ratio - ranks) < 1e-6:
+        return f", {ranks} times as much: summed, not averaged?"
+    if abs(ratio * ranks - 1) < 1e-6:
+        return f", 1/{ranks} of it: divided by N twice, or by the number of all ranks and not of the group's?"
+    return ""
+
+
+def must_raise(what: str, function, *arguments) -> None:
+    """`function` raises a RuntimeError of its own, and not because of another rank or of a blank."""
+    try:
+        function(*arguments)
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        if process_group.lost(str(error)):
+            raise
+    else:
+        raise Differs(what, "a RuntimeError", "no error")
+
+
+# Groups. None of them is the default group, so that a collective that was given none shows.
+
+
+def everyone() -> dist.ProcessGroup:
+    return groups(dist.group.WORLD)[0]
+
+
+def alone() -> dist.ProcessGroup:
+    """Only this rank."""
+    return groups(dist.group.WORLD)[1]
+
+
+def silent() -> dist.ProcessGroup:
+    """Moves nothing. gloo keeps buffers for a moment after `wait()`, so exact bytes are counted here."""
+    return groups(dist.group.WORLD)[2]
+
+
+@functools.cache
+def groups(world: dist.ProcessGroup) -> tuple:
+    patience = timedelta(seconds=pool.TIMEOUT)
+    singles = [dist.new_group([rank], timeout=patience) for rank in range(dist.get_world_size())]
+    return dist.new_group(timeout=patience), singles[dist.get_rank()], dist.new_group(backend="fake")
+
+
+# Trainings.
+
+
+def build(stage, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=ADAMW, group=None, **options):
+    """An engine. Each rank builds a model with different weights, and all must start with rank 0's weights."""
+    if stage.__name__ != "ZeRO3" and bucket_bytes is not None:
+        options["bucket_mb"] = bucket_bytes / 2**20
+    model = models.seeded(make, dist.get_rank(), dtype)
+    return stage(model, optimizer(model.parameters()), group=group or everyone(), **options)
+
+
+def backward(engine, step: int = 0) -> torch.Tensor:
+    inputs, targets = engine.model.batch(step, dist.get_rank())
+    loss = engine.model.loss(engine(inputs), targets)
+    loss.backward()
+    return loss.detach()
+
+
+def shards(engine) -> list[torch.Tensor]:
+    """What this rank's optimizer updates."""
+    return engine.optimizer.param_groups[0]["params"]
+
+
+@dataclass
+class Record(Listener):
+    """What a rank computes in a training, and what it does, in order.
+
+    units    whether it also records when which unit computes
+    values   {what: tensor}
+    events   "starts an all-reduce of 320 bytes", "waits for an all-reduce", "gathers blocks.0", "frees blocks.0", ...
+    error    what the training raised
+    allowed  the collectives that may be started, in order. Another one raises `Differs`, before other ranks wait for it
+    """
+
+    units: bool = False
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+    allowed: list[str] | None = None
+    error: Exception | None = None
+    sent: dict[int, tuple] = field(default_factory=dict)  # number of a collective in flight -> its input, its version
+
+    def keep(self, engine, when: str) -> None:
+        """Keep copies of the shards, and of the weights that are in memory."""
+        for index, shard in enumerate(shards(engine)):
+            self.values[f"shard {index} {when}"] = shard.detach().clone()
+        for name, param in engine.model.named_parameters():
+            if storage_under(param).nbytes():
+                self.values[f"the weight {name} {when}"] = param.detach().clone()
+
+    def step_begins(self, step: Span, depth: int) -> None:
+        if depth == 1 and step.name[0] in "12":
+            self.events.append(f"begins step {step.name}")
+
+    def computes(self, unit: str, step: str) -> None:
+        if self.units:
+            self.add(f"computes {unit}")
+
+    def resizes(self, bucket, grows: bool) -> None:
+        self.add(f"{'allocates' if grows else 'frees'} {bucket.name}")
+
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
+        kind = f"{collective.name} of {collective.nbytes:,} bytes among {len(collective.ranks)} ranks"
+        place = len(self.collectives)
+        if self.allowed is not None:
+            expected = self.allowed[place] if place < len(self.allowed) else "none more"
+            expect(f"collective {place + 1} of the training", kind, expected)
+        self.collectives.append(kind)
+        self.sent[collective.number] = (tensors[-1], tensors[-1]._version)
+        self.add(f"starts {kind}")
+
+    def waited(self, collective: Span) -> None:
+        self.add(f"waits for {collective.name} of {collective.nbytes:,} bytes")
+        tensor, version = self.sent.pop(collective.number)
+        if tensor._version != version:
+            raise Differs(f"the input of the {collective.name}", "unchanged until the wait", "changed in flight")
+
+    def add(self, event: str) -> None:
+        if self.events[-1:] != [event]:
+            self.events.append(event)
+
+
+def train(stage, allowed: list[str] | None = None, crossing: bool = False, **options) -> Record:
+    """Two steps: one backward before the first, an evaluation, two backwards before the second.
+
+    `crossing`: every other rank runs the layers in the opposite order. `options` are those of `build`.
+    """
+    record = Record(units=stage.__name__ == "ZeRO3", allowed=allowed)
+    try:
+        with Timeline(listener=record):
+            engine = build(stage, **options)
+        record.keep(engine, "after the build")
+        if crossing and dist.get_rank() % 2:
+            engine.model.way.reverse()
+        with Timeline(engine, listener=record) as timeline:
+            record.values["the loss of step 1"] = backward(engine, 0)
+            engine.step()
+            record.keep(engine, "after step 1")
+            engine.zero_grad()
+            with torch.no_grad():
+                record.values["an evaluation"] = engine(engine.model.batch(1, dist.get_rank())[0])
+            for number in (2, 3):
+                record.values[f"the loss of backward {number}"] = backward(engine, number)
+            engine.reduce_gradients()
+            for index, shard in enumerate(shards(engine)):
+                if shard.grad is not None:
+                    record.values[f"the gradient of shard {index} in step 2"] = shard.grad.clone()
+            engine.step()
+            record.keep(engine, "after step 2")
+            engine.zero_grad()
+            record.values["the loss of step 3"] = backward(engine, 4)
+            engine.zero_grad()
+            record.events.append("ends")
+            for collective in timeline.under_way():
+                record.events.append(f"has not waited for the {collective.name}")
+    except Exception as error:
+        record.error = error
+    return record
+
+
+def compare(found: Record, expected: Record, at: str = "") -> None:
+    """Raise the first difference, or else what ended the training."""
+    at = f", {at}" if at else ""
+    if expected.error is not None:
+        raise expected.error
+    for what, value in expected.values.items():
+        if what not in found.values:
+            break
+        expect_values(what + at, found.values[what], value)
+    if found.error is not None:
+        raise found.error
+    expect("what is compared" + at, [*found.values], [*expected.values])
+    events = waits_sorted(found.events)
+    for place, (mine, right) in enumerate(zip(events, waits_sorted(expected.events))):
+        before = events[place - 1] if place else "the beginning"
+        expect(f"what this rank does after '{before}'{at}", mine, right)
+
+
+def waits_sorted(events: list[str]) -> list[str]:
+    """Waits that follow each other may come in any order."""
+    found, waits = [], []
+    for event in [*events, "nothing more"]:
+        if event.startswith("waits for"):
+            waits.append(event)
+        else:
+            found += [*sorted(waits), event]
+            waits = []
+    return found
+
+
+of_chapters: dict[tuple, Record] = {}  # (class, training) -> what a chapter did in it, for all blanks
+
+
+def same_training(stage, reference, at: str = "", **options) -> None:
+    """A student's class and the chapter's do the same in the same training. `at` says which one it is."""
+    key = reference, at
+    if key not in of_chapters:
+        of_chapters[key] = train(reference, **options)
+    expected = of_chapters[key]
+    compare(train(stage, allowed=expected.collectives, **options), expected, at)
+
+
+# Memory.
+
+
+def bytes_alive(stage) -> dict[str, int]:
+    """{moment: bytes} of two steps with wide layers and hardly any activations, in a group that moves nothing."""
+    found = {}
+    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    with MemoryLedger() as memory:
+        engine = build(stage, models.Stack, torch.float32, layer_bytes, group=silent())
+        for step in range(2):
+            batch = engine.model.batch(step, dist.get_rank())
+            memory.reset_peak()
+            loss = engine.model.loss(engine(batch[0]), batch[1])
+            found["at the worst moment of forward"] = memory.peak
+            memory.reset_peak()
+            loss.backward()
+            del loss
+            found["at the worst moment of backward"] = memory.peak
+            engine.reduce_gradients()
+            found["after reduce_gradients()"] = memory.live
+            memory.reset_peak()
+            engine.step()
+            found["at the worst moment of step()"] = memory.peak
+            engine.zero_grad()
+            found["after zero_grad()"] = memory.live
+    return found
+
+
+def same_memory(stage, reference) -> None:
+    """A student's class needs no more bytes than the chapter's, at any moment."""
+    # A mean may be computed in place or not: that is a shard more for a moment.
+    spare = SLACK + 4 * (WIDTH * WIDTH + WIDTH) // dist.get_world_size()
+    expected = bytes_alive(reference)
+    for moment, nbytes in bytes_alive(stage).items():
+        expect_at_most(f"bytes alive {moment}", nbytes, expected[moment] + spare)
+
+
+# A test's body on the ranks.
+
+
+def on_ranks(body):
+    """A decorator: the body of a test runs on every rank, with the student's class as `stage`."""
+
+    @functools.wraps(body)
+    def test(stage, **arguments):
+        state, line, what = stage.state
+        if state == "to write":
+            pytest.skip(f"line {line} is still to write")
+        if state == "missing":
+            pytest.fail(f"there is no {what} in the file, which this exercise asks for", pytrace=False)
+        place = (body.__module__, body.__name__)
+        message = ""
+        try:
+            pool.run_on_ranks(stage.ranks, run_body, *place, stage.name, stage.file, stage.number, arguments)
+        except pool.RankFailed as failed:
+            message = describe(failed, stage.file)
+        # Not inside `except`: pytest would print the ranks' error as well.
+        if "TO WRITE" in message:
+            pytest.skip(message)
+        if message:
+            pytest.fail(message, pytrace=False)
+
+    return test
+
+
+def run_body(module: str, function: str, name: str, file: str, number: int | None, arguments: dict) -> None:
+    body = getattr(importlib.import_module(module), function).__wrapped__
+    try:
+        body(stage=student.stage_of(name, file, number), **arguments)
+    except BaseException as error:
+        raise pool.Reported(explained(error, file)) from None
+
+
+def explained(error: BaseException, file: str) -> tuple[int, str]:
+    """(how likely it is that this rank is the cause, the message) of an error that a test raised on a rank."""
+    trace = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in trace if frame.filename == file]
+    where = f"\nin line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    message = str(error)
+    if isinstance(error, Differs):
+        return 2, f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
+    if isinstance(error, NotImplementedError) and lines:
+        return 3, f"TO WRITE{where}"
+    if isinstance(error, RuntimeError) and (process_group.lost(message) or "imed out" in message):
+        return 0, (
+            f"HANGS: this rank waited for the others in vain{where}\n"
+            "Collectives match by their order only: every rank must start the same ones, in the same order."
+        )
+    if isinstance(error, AssertionError) and not message:
+        message = f"the test says: {trace[-1].line}"
+    return 2, f"{explanation(message) or f'{type(error).__name__}: {message}'}{where}"
+
+
+def explanation(message: str) -> str:
+    """The cause of some torch errors in an exercise, or ""."""
+    sizes = re.search(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)", message)
+    if sizes:
+        return (
+            f"a tensor needs {sizes[1]} bytes, and its storage has {sizes[2]}. Does resize_() get bytes (numel() * "
+            "element_size())?"
+        )
+    if "setStorage" in message or "storage of size 0" in message:
+        return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
+    return ""
+
+
+def describe(failed: pool.RankFailed, file: str) -> str:
+    """One message of all ranks: of the one that is most likely the cause, and how others ended."""
+    reports = {rank: failure for rank, failure in failed.failures.items() if isinstance(failure, tuple)}
+    lines = []
+    if reports:
+        cause = max(sorted(reports), key=lambda rank: reports[rank][0])
+        alone = len(reports) < len(failed.failures) or len({message for _, message in reports.values()}) > 1
+        lines.append((f"on rank {cause}: " if alone or failed.died or failed.silent else "") + reports[cause][1])
+    for rank, failure in failed.failures.items():
+        if rank not in reports:  # an error outside of the test's body
+            lines.append(str(failure))
+    for rank, code in failed.died.items():
+        lines.append(f"DIED: rank {rank}{line_of(failed.places[rank], file)}, exit status {code}")
+    for rank in failed.silent:
+        lines.append(f"HANGS: rank {rank}{line_of(failed.places[rank], file)}")
+    return "\n".join(lines)
+
+
+def line_of(place: str, file: str) -> str:
+    """ " in line 12", the innermost line of the student's file among the lines of a fault handler."""
+    found = re.search(rf'File "{re.escape(file)}", line (\d+)', place)
+    return f" in line {found[1]}" if found else ""
+
+
+# Tasks.
+
+
+@dataclass
+class Measured:
+    """What a rank measures in the second of two steps.
+
+    sent            bytes in all, and `across` those of its gathers with ranks of other machines (of two ranks each)
+    collectives     how many, `in_backward` those that are issued before the end of backward
+    in_flight       collectives that nobody has waited for when backward is over
+    gathered        the most bytes of parameters with memory when a layer begins to compute; `buffers`: how many buffers
+    peak            the most bytes alive
+    weights         the whole weights after it
+    """
+
+    sent: float
+    across: float
+    collectives: int
+    in_backward: int
+    in_flight: int
+    gathered: int
+    buffers: int
+    peak: int
+    weights: torch.Tensor
+
+
+def measure(stage, backwards: int = 1, **options) -> Measured:
+    """Train a model of unequal blocks. `options` are those of the stage."""
+    gathered = [(0, 0)]
+    with MemoryLedger() as memory:
+        engine = build(stage, models.UnevenBlocks, bucket_bytes=None, **options)
+        for layer in engine.model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(functools.partial(look, engine.model, gathered))
+                layer.register_full_backward_pre_hook(functools.partial(look, engine.model, gathered))
+        train_micro_batches(engine, 0, backwards)
+        memory.reset_peak()
+        gathered[:] = [(0, 0)]
+        with Timeline(engine) as timeline:
+            in_backward, in_flight = train_micro_batches(engine, 1, backwards, timeline)
+            left = [span.name for span in timeline.under_way()]
+        peak = memory.peak
+    expect("collectives that nobody has waited for", left, [])
+    sent = [sent_bytes(each.name, each.nbytes, len(each.ranks)) for each in timeline.collectives]
+    across = 0.0
+    for each, nbytes in zip(timeline.collectives, sent):
+        if len({rank // 2 for rank in each.ranks}) > 1 and "reduce" not in each.name:
+            across += nbytes
+    most, buffers = map(max, zip(*gathered))
+    counts = len(timeline.collectives), in_backward, in_flight
+    return Measured(sum(sent), across, *counts, most, buffers, peak, whole_weights(engine))
+
+
+def look(model, found: list[tuple[int, int]], *_) -> None:
+    """Add (bytes, buffers) of the parameters that have memory."""
+    places = {storage._cdata for storage in map(storage_under, model.parameters()) if storage.nbytes()}
+    found.append((storage_bytes(model.parameters()), len(places)))
+
+
+def train_micro_batches(engine, step: int, backwards: int, timeline: Timeline | None = None) -> tuple[int, int]:
+    """One step. Returns (collectives, collectives in flight) when the last backward is over."""
+    batches = [engine.model.batch(10 * step + number, dist.get_rank()) for number in range(backwards)]
+    if hasattr(engine, "accumulate"):
+        engine.accumulate(batches, engine.model.loss)
+        return 0, 0
+    for inputs, targets in batches:
+        (engine.model.loss(engine(inputs), targets) / backwards).backward()
+    counts = (0, 0) if timeline is None else (len(timeline.collectives), len(timeline.under_way()))
+    engine.step()
+    engine.zero_grad()
+    return counts
+
+
+def whole_weights(engine) -> torch.Tensor:
+    """All parameters of the model in one tensor. A collective for ZeRO-3, which gathers them."""
+    for unit in getattr(engine, "units", ()):
+        unit.start_gather()
+        unit.wait()
+    weights = torch.cat([param.detach().flatten() for param in engine.model.parameters()])
+    for unit in getattr(engine, "units", ()):
+        unit.free()
+    return weights
+
+
+def as_chapter(stage, chapter, backwards: int = 1, **options) -> tuple[Measured, Measured]:
+    """(a task's class, the chapter's class), measured in the same training. Their weights must be equal."""
+    right = measure(chapter, backwards, **options)
+    found = measure(stage, backwards, **options)
+    expect_values("the weights after two steps", found.weights, right.weights)
+    return found, right

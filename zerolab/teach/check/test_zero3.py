@@ -1,0 +1,266 @@
+"""Tests of the exercise zero3, in the order of its steps."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero3 import ZeRO3
+from zerolab.teach.check import models
+from zerolab.teach.check.helpers import (
+    alone,
+    backward,
+    build,
+    expect,
+    expect_values,
+    must_raise,
+    on_ranks,
+    same_memory,
+    same_training,
+)
+from zerolab.teach.check.test_zero2 import stumble
+
+
+class Mixed(nn.Module):
+    """Units inside a unit, weights that two units share, and parameters outside of all units."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        shared = nn.Linear(3, 3)
+        inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), shared), nn.Sequential(shared, inner), inner[1]])
+        self.blocks[0].own = nn.Parameter(torch.zeros(2))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+# By hand: `shared` is in two units, and so is inner[1], which is a unit by itself under its first name. So both are the
+# root's.
+HOMES = {
+    "blocks.0": ["blocks.0.own", "blocks.0.0.weight", "blocks.0.0.bias"],
+    "blocks.1": ["blocks.1.1.0.weight", "blocks.1.1.0.bias"],
+    "blocks.1.1.1": [],
+    "root": [
+        "scale",
+        "embedding.weight",
+        "blocks.0.1.weight",
+        "blocks.0.1.bias",
+        "blocks.1.1.1.weight",
+        "blocks.1.1.1.bias",
+    ],
+}
+
+
+@pytest.mark.blank("parameters_by_unit")
+@on_ranks
+def test_every_parameter_has_one_home(stage):
+    parameters_by_unit = vars(sys.modules[stage.__module__])["parameters_by_unit"]
+    model = Mixed()
+    found = parameters_by_unit(model, list(model.blocks))
+    names = {module: name or "root" for name, module in model.named_modules()}
+    expect("the units, in order", [names[module] for module in found], list(HOMES))
+    for module, pairs in found.items():
+        expect(f"the parameters of {names[module]}", [name for name, _ in pairs], HOMES[names[module]])
+        for name, param in pairs:
+            expect(f"whether {name} is paired with its parameter", param is model.get_parameter(name), True)
+
+
+# {prefetch: {unit: (following, preceding)}} of a model with the units 0, 1 and 2 and the root.
+AHEAD = {
+    0: {"0": ("", ""), "1": ("", ""), "2": ("", ""), "root": ("", "")},
+    1: {"0": ("1", ""), "1": ("2", "0"), "2": ("", "1"), "root": ("0", "2")},
+    2: {"0": ("12", ""), "1": ("2", "0"), "2": ("", "10"), "root": ("01", "21")},
+    9: {"0": ("12", ""), "1": ("2", "0"), "2": ("", "10"), "root": ("012", "210")},
+}
+
+
+@pytest.mark.blank("ZeRO3.plan_prefetch")
+@pytest.mark.parametrize("prefetch", AHEAD)
+@on_ranks
+def test_the_neighbours(stage, prefetch):
+    engine = build(stage, prefetch=prefetch)
+    for unit in engine.units:
+        name = unit.name.removeprefix("blocks.")
+        for which, expected in zip(("following", "preceding"), AHEAD[prefetch][name]):
+            found = "".join(each.name.removeprefix("blocks.") for each in getattr(unit, which))
+            expect(f"{which} of unit {name} with prefetch {prefetch}", found, expected)
+    for unit in build(stage, prefetch=prefetch, group=alone()).units:
+        expect(f"units ahead of {unit.name} with one rank", [*unit.following, *unit.preceding], [])
+
+
+@pytest.mark.blank("Unit.free")
+@on_ranks
+def test_freed_memory_and_a_shard_that_stays(stage):
+    engine, right = build(stage), build(ZeRO3)
+    for unit, expected in zip(engine.units, right.units):
+        expect_values(f"the shard of {unit.name}", unit.shard.detach(), expected.shard.detach())
+        expect(f"bytes under the shard of {unit.name}", unit.shard.untyped_storage().nbytes(), unit.shard.nbytes)
+        unit.start_gather()
+        views = [param.detach().t() if param.ndim == 2 else param.detach() for param in unit.params]
+        unit.free()  # also waits: the gather may still be in flight
+        expect(f"unit.allocated of {unit.name} after free()", unit.allocated, False)
+        expect(f"unit.work of {unit.name} after free()", unit.work, None)
+        for view in (unit.flat, *views):
+            expect(f"bytes under {unit.name} after free(), as a view sees them", view.untyped_storage().nbytes(), 0)
+        unit.free()  # nothing to do
+
+
+@pytest.mark.blank("Unit.start_gather")
+@on_ranks
+def test_gathered_into_the_weights(stage):
+    engine, right = build(stage), build(ZeRO3)
+    for unit, expected in zip(engine.units, right.units):
+        storage = unit.flat.untyped_storage()._cdata
+        unit.start_gather()
+        expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
+        expect(f"unit.allocated of {unit.name} after start_gather()", unit.allocated, True)
+        work = unit.work
+        unit.start_gather()
+        expect("whether a second start_gather() changes nothing", unit.work is work, True)
+        unit.wait()
+        expect(f"unit.work of {unit.name} after wait()", unit.work, None)
+        unit.wait()
+        expect("whether the storage under the weights is the same", unit.flat.untyped_storage()._cdata, storage)
+        expect("bytes of the storage", unit.flat.untyped_storage().nbytes(), unit.flat.nbytes)
+        expected.start_gather()
+        expected.wait()
+        expect_values(f"the gathered {unit.name}", unit.flat.detach(), expected.flat.detach())
+        for each in (unit, expected):
+            each.free()
+
+
+@pytest.mark.blank("ZeRO3.unpack")
+@on_ranks
+def test_saved_tensors_that_were_changed_are_refused(stage):
+    engine = build(stage, models.ChangedInPlace)
+    inputs, targets = engine.model.batch(0, dist.get_rank())
+    loss = engine.model.loss(engine(inputs), targets)
+    must_raise("a backward after a saved tensor was changed in place", loss.backward)
+    engine.zero_grad()
+    engine.free_all()  # also waits for what was gathered ahead
+
+
+class SideLoss(models.Odd):
+    """A part of the loss does not come from the output of its unit, so no gradient arrives there first."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        first, second, third = self.blocks
+        self.aside = first(x).square().mean()
+        return self.head(third(second(x))) + self.aside
+
+
+class InnerCheckpoint(models.Odd):
+    """A unit's weights bypass the stage's hooks on saved tensors, because a checkpoint inside the unit has its own."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.down = Recomputed(block.down)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return models.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class PassesOn(models.Odd):
+    """A unit whose output is also one of its inputs."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            x = self.both(block, x)
+        return self.head(x)
+
+    def both(self, block, x):
+        y = block(x)
+        return y + block(y)
+
+
+@pytest.mark.blank("ZeRO3.notice_backward")
+@on_ranks
+def test_nothing_is_left_after_a_backward(stage):
+    engine = build(stage)
+    for number in range(2):
+        backward(engine, number)
+        gathered = [unit.name for unit in engine.units if unit.flat.untyped_storage().nbytes()]
+        expect(f"units that are gathered after backward {number + 1}", gathered, [])
+        expect(f"self.in_flight after backward {number + 1}", engine.in_flight, None)
+    engine.zero_grad()
+
+
+@pytest.mark.blank("ZeRO3.on_gradient")
+@on_ranks
+def test_a_missing_gradient_is_refused(stage):
+    engine = build(stage, models.Lanes)
+    inputs, targets = engine.model.batch(0, dist.get_rank())
+    for skip in range(len(engine.model.blocks)):
+        engine.model.skip = skip
+        engine.model.loss(engine(inputs), targets).backward()
+        must_raise(f"a step without gradients of blocks.{skip}", engine.step)
+        engine.zero_grad()
+    engine.model.skip = None
+    engine.training_step(inputs, targets, engine.model.loss)
+    must_raise("a step without a backward", engine.step)
+
+
+# Every blank, in whole trainings.
+
+TRAININGS = {
+    "": {},
+    "in a group of one rank (self.world_size is 1)": {"group": "alone"},
+    "if some ranks own only padding": {"make": models.OneWeightAndMore},
+    "in float32": {"dtype": torch.float32},
+    "with prefetch 2": {"prefetch": 2},
+    "with prefetch 0": {"prefetch": 0},
+    "with SGD": {"optimizer": torch.optim.SGD},
+    "if two units share a weight": {"make": models.SharedInside},
+    "if units are recomputed in backward": {"make": models.Checkpointed},
+    "if several units are recomputed together": {"make": models.TwoCheckpointed},
+    "if a part of a unit is recomputed in backward": {"make": InnerCheckpoint},
+    "if a gradient is the first event of a backward": {"make": models.BiasLast},
+    "if a loss does not come from the output of its unit": {"make": SideLoss},
+    "if units run twice": {"make": PassesOn},
+}
+
+
+@pytest.mark.parametrize("at", TRAININGS)
+@on_ranks
+def test_training(stage, at):
+    options = dict(TRAININGS[at])
+    if options.pop("group", None):
+        options["group"] = alone()
+    same_training(stage, ZeRO3, at, **options)
+
+
+@on_ranks
+def test_memory(stage):
+    same_memory(stage, ZeRO3)
+
+
+@on_ranks
+def test_a_forward_without_a_backward_leaves_no_stale_weights(stage):
+    losses = []
+    for kind in (stage, ZeRO3):
+        engine = build(kind)
+        handle = engine.model.head.weight.register_hook(stumble)
+        with contextlib.suppress(KeyError):
+            backward(engine, 5)
+        handle.remove()
+        engine.zero_grad()
+        backward(engine, 6)
+        engine(engine.model.batch(7, dist.get_rank())[0])
+        engine.step()
+        losses.append(backward(engine, 8))
+        engine.zero_grad()
+    expect_values("the loss after a step that came after a forward without a backward", *losses)
