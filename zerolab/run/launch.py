@@ -26,34 +26,34 @@ ROOT = Path(__file__).resolve().parents[2]
 
 USAGE = """\
 Learn
-./launch.sh zero1|zero2|zero3 [N] [options]  a chapter: a few steps, then the trace of one
-./launch.sh articles [options]          the claims of five articles: which hold, and why not
-./launch.sh notebooks [options]         Jupyter Lab; --html [FOLDER]: executed copies, to read only
-./launch.sh exercise NAME [--hints 1]   writes exercises/NAME.py with blanks, or a task
-./launch.sh check NAME [N] [--hint]     checks an exercise step by step
-./launch.sh bug [NUMBER [N]] [--clue]   the museum of bugs: the list, or one (--hint, --answer)
+./launch.sh zero1|zero2|zero3 [N] [options]  trains with a chapter, and prints one step's events
+./launch.sh articles [options]          tests what five articles claim
+./launch.sh notebooks [options]         opens Jupyter Lab; --html [FOLDER] writes copies to read
+./launch.sh exercise NAME [--hints 1]   writes an exercise or a task, exercises/NAME.py
+./launch.sh check NAME [N] [--hint]     checks your exercise, one blank after the other
+./launch.sh bug [NUMBER [N]] [--clue]   lists the museum of bugs, or runs one (--hint, --answer)
 
 Run and measure
-./launch.sh compare [N] [options]       the referee: one GPT under DDP, our stages and torch's own
-./launch.sh train STAGE [N] [options]   a training run that resumes after a rank dies or hangs
-./launch.sh memory [N] [options]        memory and traffic of each engine at 7B, without a GPU
-./launch.sh bench [N] [options]         step times side by side; --sweeps, --host, --ratios FILE...
-./launch.sh conform [ENGINE|FILE.py ...] [N]  the conformance tests, for any engine
+./launch.sh compare [N] [options]       compares DDP, our stages and FSDP2 (the referee)
+./launch.sh train STAGE [N] [options]   trains, and resumes after a rank dies or hangs
+./launch.sh memory [N] [options]        predicts memory and traffic for 7B, without a GPU
+./launch.sh bench [N] [options]         measures step times; --sweeps, --host, --ratios FILE...
+./launch.sh conform [ENGINE|FILE.py ...] [N]  runs the conformance tests on any engine
 ./launch.sh report [FOLDER] [--minutes M]  measures this machine within M minutes (10)
 ./launch.sh docs [--check]              writes the pages' tables and figures from results/
-./launch.sh test [options]              the tests, with pytest's options
-./launch.sh help                        this text; COMMAND --help lists the options of a command
+./launch.sh test [options]              runs the tests, with pytest's options
+./launch.sh help                        prints this text; COMMAND --help lists a command's options
 Extras
 ./launch.sh watch [ENGINE] [N]          records a step as a page for a browser
 ./launch.sh plan [N]                    predicts step times on other machines
 ./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
-Without a command: compare. Without N: a rank per GPU over NCCL (NVIDIA or AMD), or two over gloo.
+Without a command it runs compare. Without N there is a rank per GPU over NCCL, or two over gloo.
 Relative paths start from the current folder. Environment variables:
-PYTHON           this Python is used, and nothing is installed
-OMP_NUM_THREADS  default 1
-ZERO_TIMEOUT     seconds in which all ranks must join a collective, default 120
-NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N counts the ranks of each"""
+PYTHON           uses this Python, and installs nothing
+OMP_NUM_THREADS  threads per rank, default 1
+ZERO_TIMEOUT     seconds that a rank waits in a collective for the others, default 120
+NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N is the number of ranks on each"""
 
 # {command: the module that Python runs, and words before the options}. torchrun starts the modules of RANKED.
 RANKED = {

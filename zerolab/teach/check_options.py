@@ -13,18 +13,32 @@ from zerolab.run.shared_options import (
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("check NAME [N]", description="Checks an exercise step by step: passed, or expected and found.")
+    parser = Parser(
+        "check NAME [N]",
+        description="Checks your exercise: prints for each blank that it passed, or what was expected and found.",
+    )
     parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
-    parser.add_argument("ranks", nargs="?", metavar="N", type=positive_int, help="2 or more ranks (default 3)")
     parser.add_argument(
-        "--hint", action="count", default=0, help="the next hint for the step that has not passed; twice: the next two"
+        "ranks", nargs="?", metavar="N", type=positive_int, help="the number of ranks, 2 or more (default 3)"
     )
-    parser.add_argument("--file", type=Path, help="another file than exercises/NAME.py")
-    parser.add_argument("--folder", type=Path, help="all Python files in it: a table of points, and exit status 0")
     parser.add_argument(
-        "--seconds", type=positive_int, default=20, help="how long a rank may wait for another one (default 20)"
+        "--hint",
+        action="count",
+        default=0,
+        help="print the next hint for the first blank that has not passed; --hint --hint prints two",
     )
-    parser.add_argument("--limit", type=positive_int, default=300, help="seconds for one file (default 300)")
+    parser.add_argument("--file", type=Path, help="check this file instead of exercises/NAME.py")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="check all Python files in this folder, and print a table of points; the exit status is 0",
+    )
+    parser.add_argument(
+        "--seconds", type=positive_int, default=20, help="how long a rank may wait for another rank (default 20)"
+    )
+    parser.add_argument(
+        "--limit", type=positive_int, default=300, help="how many seconds the check of one file may take (default 300)"
+    )
     parser.add_argument("--junit", help="write the results to this file, in the XML format of JUnit")
     options = parser.parse_args(argv)
     if machines() != 1:
