@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -70,6 +71,10 @@ class Subject:
         return {name: state[name] for name in names}
 
 
+def without_options(stage: type, model, optimizer, device: torch.device):
+    return stage(model, optimizer)
+
+
 def subject(name: str) -> Subject:
     """The engine with this name, or in this file."""
     if name in CHAPTERS:
@@ -77,11 +82,15 @@ def subject(name: str) -> Subject:
         return Subject(name, engines.CHAPTERS[stage], stage, chapter=True, promise=engines.ENGINES[stage].promise)
     if name in STAGES:
         return Subject(name, engines.STAGES[name], name, promise=engines.ENGINES[name].promise)
-    if name.startswith("student:"):  # of ./launch.sh check: a file that is to do what a chapter does
-        _, exercise, file = name.split(":", 2)
-        stage = EXERCISES[exercise].chapter
+    kind, _, rest = name.partition(":")
+    if kind in ("student", "free"):  # of ./launch.sh check: a file that is to do what a chapter does
+        exercise, _, file = rest.partition(":")
         build = student.stage_of(exercise, file, None)
-        return Subject(name, build, stage, chapter=True, promise=engines.ENGINES[exercise].promise)
+        promise = engines.ENGINES[exercise].promise
+        if kind == "student":
+            return Subject(name, build, EXERCISES[exercise].chapter, chapter=True, promise=promise)
+        # Without the chapter's structure it is asked like any engine in a file of its own.
+        return Subject(name, partial(without_options, build), documented=Documented(()), file=file, promise=promise)
     if name.endswith(".py"):
         known = {engine.file: engine for engine in engines.ENGINES.values()}
         if name not in known:
