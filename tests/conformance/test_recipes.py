@@ -9,9 +9,10 @@ from helpers import MOMENTUM, WIDTH, Block, Blocks, batch, mse, same, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from conformance.pair import Pair
-from conformance.test_models import Layer, Layers, leaves
+from conformance.test_models import Layer, Layers, leaves, model_of, with_kept_losses
 
 pytestmark = [pytest.mark.stages("zero1", "zero2", "zero3")]
 
@@ -90,6 +91,60 @@ def test_gradients_of_inputs_between_backward_and_step(engine):
         same(found, expected, pair.tolerance, "the gradient of the inputs")
         pair.step()
     pair.check_weights()
+
+
+class WithSide(Layers):
+    """A second head, whose output is not in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(3, 1)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, self.side(out)
+
+
+@pytest.mark.stages("zero1", "zero2")
+def test_gradients_that_are_not_accumulated_are_no_use_of_a_parameter(engine):
+    """`torch.autograd.grad` with respect to parameters. The optimizer skips those that no backward has used."""
+
+    def loss(model, x, targets):
+        out, side = model(x)
+        torch.autograd.grad(side.sum(), list(model_of(model).side.parameters()), retain_graph=True)
+        return F.mse_loss(out, targets)
+
+    Pair(engine, seeded(WithSide), data=leaves, loss=loss, find_unused=True).train()
+
+
+class LossAfterOutput(nn.Module):
+    """Keeps a loss of its output as an attribute, and computes it again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        out = torch.tanh(self.a(x))
+        self.loss = checkpoint(self.b, out, use_reentrant=False).square().sum()
+        return out
+
+
+class RecomputedLoss(Layers):
+    def make_block(self):
+        return LossAfterOutput()
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_backward": False}], ids=["freed", "kept"])
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_losses_that_are_recomputed_in_two_graphs(engine, options, find_unused):
+    """One backward through two forwards. It comes to a unit again, and only a gradient shows that."""
+
+    def loss(model, x, targets):
+        return with_kept_losses(model, x, targets) + with_kept_losses(model, x.detach() + 1, targets)
+
+    Pair(engine, seeded(RecomputedLoss), data=leaves, loss=loss, find_unused=find_unused, **options).train()
 
 
 class Judge(nn.Module):

@@ -22,7 +22,8 @@ class ZeRO1Engine(Engine, ZeRO1):
                 if bucket.grad_of[param] is None:
                     param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient, bucket, place))
                 else:
-                    param.register_hook(weak_hook(self.before_gradient, bucket, param))
+                    param.register_hook(weak_hook(self.before_gradient))
+                    param.register_post_accumulate_grad_hook(weak_hook(self.after_gradient, bucket))
 
     def check(self):
         super().check()
@@ -40,9 +41,12 @@ class ZeRO1Engine(Engine, ZeRO1):
     def modules_that_cast(self):
         return [self.model, *default_units(self.model)]
 
-    def before_gradient(self, bucket, param, gradient):
-        """Autograd has the gradient of `param`, and adds it to the bucket next."""
+    def before_gradient(self, gradient):
+        """Autograd has a gradient. A backward adds it to the bucket next; `torch.autograd.grad` does not."""
         self.backward_began()
+
+    def after_gradient(self, bucket, param):
+        """It was added."""
         bucket.used.add(param)
 
     def on_gradient(self, bucket, place, param):
