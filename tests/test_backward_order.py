@@ -102,13 +102,3 @@ def test_a_tensor_that_a_module_passed_on_is_not_a_visit():
     assert order.is_over("run of b") and not order.is_over("run of a") and not order.is_over("earlier run of b")
     order.end()
     assert not order.is_over("run of b"), "a second backward through the same graph visits it again"
-
-
-def test_a_recomputed_module_is_needed_again_before_backward_reaches_it():
-    """A checkpoint around a and b runs both again, when backward is at b. It may have been at a before."""
-    order = order_of(A, B)
-    assert visit(order, "a", "b") == [[], [A]]
-    assert order.reopen("a") == [A]
-    assert order.reopen("b") == []
-    assert visit(order, "b", "a") == [[], [B]]
-    assert order.end() == [A]

@@ -127,6 +127,23 @@ def test_a_unit_that_all_ranks_skip(engine):
     pair.check_weights()
 
 
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("where", ["all ranks", "one rank"])
+def test_a_backward_that_reaches_no_parameter(engine, where):
+    """The step uses the other ranks' gradients. If there are none, it changes nothing, as in plain torch."""
+    if engine.like == "zero3" and where == "one rank":
+        pytest.skip("every rank must gather the same units in backward (docs/limits.md)")
+
+    def loss_of(model, tokens, targets, reaches):
+        return mse(model, tokens, targets) if reaches else torch.ones(1, dtype=torch.float64, requires_grad=True).sum()
+
+    def data(step, rank):
+        return *batch(step, rank), step != 1 or (where == "one rank" and rank == 0)
+
+    pair = Pair(engine, seeded(Blocks), ADAMW, data=data, loss=loss_of, find_unused=True, tolerance=1e-10)
+    pair.train(4)
+
+
 class Spare(Blocks):
     """A model with a weight that a forward can leave unused."""
 

@@ -42,13 +42,9 @@ class BackwardOrder:
         for unit in done:
             del self.open[unit]
         self.module = module
-        return done, self.reopen(module)
-
-    def reopen(self, module):
-        """A checkpoint runs `module` again, before backward reaches it. Returns the units that are needed again."""
         again = [unit for unit in self.units if unit.module is module and unit not in self.open]
         self.open.update(dict.fromkeys(again))
-        return again
+        return done, again
 
     def is_over(self, run):
         return run in self.over

@@ -127,8 +127,6 @@ class ZeRO3Engine(Engine, ZeRO3):
         if in_backward():
             # A checkpoint recomputes several units in a row. Backward has not reached them yet, so it does not leave
             # the one that it is at.
-            for each in self.order.reopen(module):
-                each.missing = set(each.params)
             super().before_backward(unit)
         else:
             super().before_forward(unit, module, inputs)
