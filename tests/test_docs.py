@@ -184,6 +184,20 @@ def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
     assert steps == [[100, 200], [300]]
 
 
+@pytest.mark.long
+def test_the_script_with_a_hugging_face_model_trains_and_saves(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "my_llama"
+    script = code("LlamaForCausalLM(config)", "docs/using-an-engine.md").replace('"my_llama"', repr(str(folder)))
+    (tmp_path / "train_llama.py").write_text(script)
+    ended = started.on_ranks([str(tmp_path / "train_llama.py")], 2)
+    assert [rank.returncode for rank in ended] == [0, 0], ended
+    printed = "".join(rank.stdout for rank in ended)
+    middle, last = (float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed))
+    assert last < middle < 3  # it begins at 5.5
+    assert transformers.LlamaForCausalLM.from_pretrained(folder).config.num_hidden_layers == 4
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [4, 8])
 def test_three_dimensions_train(tmp_path, number):
