@@ -102,3 +102,11 @@ def test_a_tensor_that_a_module_passed_on_is_not_a_visit():
     assert order.is_over("run of b") and not order.is_over("run of a") and not order.is_over("earlier run of b")
     order.end()
     assert not order.is_over("run of b"), "a second backward through the same graph visits it again"
+
+
+def test_a_gradient_may_be_the_only_sign_of_a_second_visit():
+    """A checkpoint inside a unit that is still gathered: nothing asks for its weights, but a gradient arrives."""
+    order = order_of(A, B)
+    assert visit(order, "b", "a") == [[], [B]]
+    assert order.reopen("b") == [B] and order.reopen("b") == []
+    assert order.end() == [B, A]

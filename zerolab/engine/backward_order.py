@@ -42,9 +42,13 @@ class BackwardOrder:
         for unit in done:
             del self.open[unit]
         self.module = module
+        return done, self.reopen(module)
+
+    def reopen(self, module):
+        """Backward is at `module` again, which nothing else has shown. Returns the units that are needed again."""
         again = [unit for unit in self.units if unit.module is module and unit not in self.open]
         self.open.update(dict.fromkeys(again))
-        return done, again
+        return again
 
     def is_over(self, run):
         return run in self.over
