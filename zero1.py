@@ -10,10 +10,10 @@ only. Then the processes exchange what they have updated.
     gradients        [########]   [########]   [########]   [########]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-If torch.distributed is new to you: `torchrun --nproc-per-node 2 zero1.py` starts this file twice. Each process is a
-**rank** with its own number (0 and 1), memory and, if there are enough, GPU. `init_process_group` connects all ranks to
-a **process group**. They exchange tensors by **collectives**, calls that every rank of the group must make, in the same
-order:
+If torch.distributed is new to you: `torchrun --nproc-per-node 2 zero1.py` starts this file twice. In environment
+variables it gives each process its number, the number of processes and an address to meet at. Each process is a
+**rank** with its own number, its own memory and, if there are enough, its own GPU. `init_process_group` connects them
+in a **process group**. They exchange tensors by **collectives**, calls that every rank must make, in the same order:
 
                      rank 0 and rank 1 have     afterwards they have
     all-reduce       1 2        3 4             4 6        4 6        the whole sum, on every rank
@@ -21,10 +21,11 @@ order:
     all-gather       1          2               1 2        1 2        the shards of all ranks, on every rank
     broadcast        1 2        3 4             1 2        1 2        what rank 0 has
 
-An all-reduce is a reduce-scatter and then an all-gather of the sum, so it sends twice as much as one of them. With
-`async_op=True` a collective only starts, and returns a `work`, so that the rank can compute meanwhile. `work.wait()`
-makes its result usable. On a CPU, Python waits there until the data has come. On a GPU, Python goes on, and only the
-GPU waits: the kernels queued after the wait run after the collective.
+A shard is one of N equal parts. An all-reduce is a reduce-scatter and then an all-gather of the sum, so it sends twice
+as much as one of them. With `async_op=True` a collective only starts, and returns a `work`, so that the rank can
+compute meanwhile. `work.wait()` makes its result usable. With gloo, torch's library for CPUs, Python waits there until
+the data has come. With NCCL, the one for GPUs, Python continues, and only the GPU waits: the operations that are queued
+after the wait run after the collective.
 
 One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two weights:
 
@@ -32,7 +33,7 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
     0 partition, 1 forward       1.0  2.0  3.0  4.0       1.0  2.0  3.0  4.0      the weights
     2 backward                   2    0    4    2         4    2    0    6        local gradients, of different batches
     3 reduce                     3    1    2    4         3    1    2    4        their mean: one all-reduce
-    4 update                     0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6      the other half is stale
+    4 update                     0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6      the other half is stale (old)
     5 gather                     0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6      one all-gather
 
 All chapters number the steps like this. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple
@@ -57,14 +58,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class ZeRO1:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state.
 
-    optimizer   a torch optimizer over the model's parameters. From here on it updates this rank's shards, which take
-                the parameters' place in its group. A learning-rate scheduler on it keeps working.
-    bucket_mb   the size of a bucket in MiB, see `group_by_size`
+    optimizer   a torch optimizer over the model's parameters. From here on it updates this rank's shards, which replace
+                the parameters in its `param_groups`. A learning-rate scheduler on it keeps working.
+    bucket_mb   the size in MiB of a bucket, the parameters that are sent together: see `group_by_size`
     group       the process group, by default all ranks
 
     On all ranks: `loss_fn(engine(x), y).backward()`, then `engine.step()`, then `engine.zero_grad()`. Several backwards
-    before a step add up. To clip, call `engine.reduce_gradients()` first: then every rank has the whole mean in
-    `param.grad`, and `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`.
+    before a step add up.
+
+    To clip, call `engine.reduce_gradients()` after backward. Then every rank has the whole mean in `param.grad`, so
+    `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`. To save, after `step()`: the model is whole
+    on every rank, so rank 0 saves `model.state_dict()`. Each rank saves its own `optimizer.state_dict()`, which fits
+    only the same number of ranks and the same buckets. (zerolab/engine/checkpoint has no such limit.)
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -100,21 +105,22 @@ class ZeRO1:
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
         for bucket in self.buckets:
-            bucket.shard.grad = None  # used. A backward before `zero_grad()` adds to it, and then step 3 runs again
+            bucket.shard.grad = None  # it was used. The next `step()` reduces again, even without a `zero_grad()`
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
         An all-reduce brings the whole mean to every rank, although the optimizer uses only 1/N of it. A reduce-scatter
         would bring only this part, and send half as much: ZeRO-2 does that. What the all-reduce keeps simple is that
-        `param.grad` is afterwards what it is under DDP, so all code that reads or clips gradients still works.
+        `param.grad` is afterwards what it is under DDP, so all code that reads or clips gradients still works. DDP
+        sends its gradients while backward computes the next ones. Here they are sent after backward, so that no hooks
+        are needed; chapter 2 has them.
         """
         if self.buckets[0].shard.grad is not None:
             return  # you called this before `step()`, and may have changed the gradients since
         check_gradients(self.buckets)  # of all buckets, before anything is sent
-        # All buckets are started before the first one is waited for. The network carries one after the other in any
-        # case. But if each were waited for first, the next one would start late, and no bucket could be divided
-        # meanwhile.
+        # All buckets are started before the first one is waited for. So the network always has the next one to send,
+        # also while this rank divides the one that has arrived.
         works = [self.start_reduce(bucket) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works):
             work.wait()
@@ -137,7 +143,7 @@ class ZeRO1:
             for param, grad in zip(bucket.params, bucket.grads):
                 param.grad = grad  # again, in case somebody has replaced it
 
-    # Step 0. The short methods are moments that the engines in zerolab/engine change, so each has a name.
+    # Step 0. The short ones are methods because zerolab/engine, which builds on this file, overrides them.
 
     def check(self):
         check_model(self.model, self.group)
@@ -214,7 +220,7 @@ class Bucket:
     def alignment(self):
         """16 bytes, on a GPU 256, in elements. Kernels may round differently on memory that is not aligned.
 
-        With aligned weights the losses equal DDP's to the bit.
+        With aligned weights the losses on two ranks equal DDP's to the bit.
         """
         param = self.params[0]
         nbytes = 256 if param.is_cuda else 16
@@ -263,12 +269,8 @@ class Bucket:
     def gather(self):
         """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work, to wait for."""
         with record_function(f"gather {self.name}"):
-            return all_gather(
-                self.flat,  # receives all shards
-                self.shard,  # is sent; in ZeRO-1 and -2 from its own place in `flat`
-                group=self.group,
-                async_op=True,
-            )
+            # `flat` receives all shards. In ZeRO-1 and -2 this rank's shard is sent from its own place there.
+            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
 
 def gather_parameters(buckets):
@@ -277,12 +279,14 @@ def gather_parameters(buckets):
     for bucket, work in zip(buckets, works):
         work.wait()
         # Autograd cannot notice that these weights changed (see `flatten`). This makes it notice: a backward through a
-        # forward of before this step raises an error, as in plain PyTorch, and does not mix old and new weights.
+        # graph built before this step raises an error, as in plain PyTorch, and does not mix old and new weights.
         increment_version(bucket.params)
 
 
 def group_by_size(model, bucket_mb):
-    """All trained (name, parameter), in runs of at most `bucket_mb` MiB, or one larger parameter. A run fills a bucket.
+    """All trained parameters in runs, one for each bucket: lists of (name, parameter) with at most `bucket_mb` MiB.
+
+    A parameter that is larger has its own run.
 
     A collective has a fixed cost, so parameters share buckets. From ZeRO-2 on, a bucket is sent while backward computes
     the next one, so there must be several. The default is 1/6 of the model's bytes, at least 1 MiB and at most 25 MiB.
@@ -335,7 +339,7 @@ def round_up(number, multiple):
 
 
 class Model(nn.Module):
-    """Reads 16 characters, and scores each character as the next one: (batch, 16) -> (batch, 256)."""
+    """Reads 16 bytes of text, and scores each of the 256 values as the next byte: (batch, 16) -> (batch, 256)."""
 
     def __init__(self):
         super().__init__()
@@ -358,7 +362,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.engine = engine
         self.trace = trace
-        self.labels = []  # the open `record_function` labels
+        self.labels = []  # (open `record_function` label, bytes of whole parameters and gradients at its beginning)
         self.most_parameters = self.most_gradients = 0  # bytes of whole ones, at any operation so far
         self.at_update = {}  # the bytes that this rank holds while the optimizer updates its shards
 
@@ -371,13 +375,16 @@ class Meter(TorchDispatchMode):
         self.most_parameters = max(self.most_parameters, parameters)
         self.most_gradients = max(self.most_gradients, gradients)
         if function is torch.ops.profiler._record_function_enter_new.default:
-            self.labels.append(args[0])
+            self.labels.append((args[0], parameters, gradients))
             if self.trace and args[0].startswith("step") and len(self.labels) == 1:
                 print(args[0])
         if function is torch.ops.profiler._record_function_exit._RecordFunction and self.labels:
-            label = self.labels.pop()
+            label, parameters_before, gradients_before = self.labels.pop()
             if self.trace and label.startswith(("send", "receive", "gather", "free")):
-                print(f"    {label:20} whole: {parameters:9,} B of parameters, {gradients:9,} B of gradients")
+                print(
+                    f"    {label:20} whole parameters {parameters_before:9,} -> {parameters:9,} B, "
+                    f"whole gradients {gradients_before:9,} -> {gradients:9,} B"
+                )
             if label == "step 4 update the shard":
                 tensors = params + self.engine.optimizer.param_groups[0]["params"]
                 state = [value for values in self.engine.optimizer.state.values() for value in values.values()]
@@ -440,14 +447,16 @@ def main(stage, **options):
         loss = train_one_step()
     if rank == 0:
         print(f"step 200: loss {loss.item():.3f} on the batch of rank 0", flush=True)
-    held_then = ", ".join(f"{nbytes / 1e6:.2f} MB of {name}" for name, nbytes in meter.at_update.items())
+    whole = sum(param.nbytes for param in model.parameters())
+    under_ddp = {"parameters": whole, "gradients": whole, "optimizer state": 2 * whole}  # AdamW keeps two per weight
     for turn in range(engine.world_size):  # one rank after the other, so that the lines do not mix
         dist.barrier()
         if turn == rank:
+            print(f"{stage.__name__}, rank {rank} of {engine.world_size}")
+            for name, nbytes in meter.at_update.items():
+                print(f"    held at the update: {nbytes / 1e6:.2f} MB of {name} (DDP: {under_ddp[name] / 1e6:.2f} MB)")
             print(
-                f"{stage.__name__}, rank {rank} of {engine.world_size}\n"
-                f"    held at the update:            {held_then}\n"
-                f"    most at any moment of a step:  {meter.most_parameters / 1e6:.2f} MB of whole parameters, "
+                f"    most at any moment of the step: {meter.most_parameters / 1e6:.2f} MB of whole parameters, "
                 f"{meter.most_gradients / 1e6:.2f} MB of whole gradients",
                 flush=True,
             )
@@ -548,16 +557,16 @@ def refuse_zero_grad(set_to_none=True):
 #   `backward(create_graph=True)` replace it.
 # - In `optimizer.step()`, called by you or by a GradScaler: gradients that are not reduced yet.
 # - In `optimizer.zero_grad()`: use `zero_grad()` of the stage.
-# - In backward: a graph of before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
+# - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
 #
 # What it does not detect
 #
-# - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build: they are not trained any more.
+# - Weights that are replaced, moved (`model.to`), frozen or unfrozen after the build: they are no longer trained.
 # - A forward that writes to weights, such as `Embedding(max_norm=...)`: each rank writes for its own batch, and the
 #   next step 5 overwrites what is not in this rank's shard.
 # - A model that differs between ranks, or a rank that does not call `step()`: the others wait for it.
 # - torch's `clip_grad_norm_` before `reduce_gradients()`: it clips by the norm of this rank's local gradients.
-# - A backward after your own `reduce_gradients()`: it is not reduced any more.
+# - A backward after your own `reduce_gradients()`: it is no longer reduced.
 # - `optimizer.step()` after your own `reduce_gradients()`: it does not gather the new weights.
 # - A backward that raised an error, and is called again without `zero_grad()`: its first gradients count twice.
 # - Optimizers that look at whole tensors under other names (LAMB, 8-bit states): they see flat shards.
@@ -567,26 +576,26 @@ def refuse_zero_grad(set_to_none=True):
 #
 # What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
-# - `work.wait()` in `ZeRO1.reduce_gradients`: wrong in silence. The optimizer reads gradients that the collective is
+# - `work.wait()` in `ZeRO1.reduce_gradients`: silently wrong. The optimizer reads gradients that the collective is
 #   still writing.
-# - `check_gradients(self.buckets)` in `ZeRO1.reduce_gradients`: wrong in silence after `model.zero_grad()`. Autograd
+# - `check_gradients(self.buckets)` in `ZeRO1.reduce_gradients`: silently wrong after `model.zero_grad()`. Autograd
 #   makes new gradients outside of the bucket. None of them is ever sent, and the mean of the first step is used
 #   forever.
-# - `bucket.gradient /= self.world_size` in `ZeRO1.finish_reduce`: wrong in silence. Gradients are N times too large.
+# - `bucket.gradient /= self.world_size` in `ZeRO1.finish_reduce`: silently wrong. Gradients are N times too large.
 #   AdamW hides this, because it divides a gradient by its usual size; SGD does not.
 # - `bucket.shard.grad = None` in `ZeRO1.step`: nothing, as long as you call `zero_grad()`. If you add up two steps
 #   without it, the gradients of the second are not reduced.
-# - `gather_parameters(self.buckets)` in `ZeRO1.step`: wrong in silence. Each rank continues with N-1 stale shards.
-# - `bucket.gradient.zero_()` in `ZeRO1.zero_grad`: wrong in silence. The gradients of all steps add up.
+# - `gather_parameters(self.buckets)` in `ZeRO1.step`: silently wrong. Each rank continues with N-1 stale shards.
+# - `bucket.gradient.zero_()` in `ZeRO1.zero_grad`: silently wrong. The gradients of all steps add up.
 # - `param.grad = grad` in `ZeRO1.zero_grad`: an error in the first `step()`, "param.grad of ... was replaced".
-# - `self.broadcast_untrained()` in `ZeRO1.partition`: wrong in silence, if ranks begin with different buffers or frozen
+# - `self.broadcast_untrained()` in `ZeRO1.partition`: silently wrong, if ranks begin with different buffers or frozen
 #   weights. They stay different.
-# - `param.data = self.place(flat, index)` in `Bucket.flatten`: wrong in silence. The buffer is trained, and the model
-#   is not.
-# - `broadcast_whole([flat], self.group)` in `Bucket.flatten`: wrong in silence, if ranks begin with different weights.
+# - `param.data = self.place(flat, index)` in `Bucket.flatten`: silently wrong. The buffer is trained, and the model is
+#   not.
+# - `broadcast_whole([flat], self.group)` in `Bucket.flatten`: silently wrong, if ranks begin with different weights.
 #   The first step computes with them. Then step 5 makes one model out of pieces of all.
-# - `work.wait()` in `gather_parameters`: wrong in silence. Forward reads weights that the collective is still writing.
-# - `increment_version(bucket.params)` in `gather_parameters`: wrong in silence, if a backward uses a graph of before
+# - `work.wait()` in `gather_parameters`: silently wrong. Forward reads weights that the collective is still writing.
+# - `increment_version(bucket.params)` in `gather_parameters`: silently wrong, if a backward uses a graph built before
 #   the last step. It multiplies by the new weights.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
@@ -597,14 +606,14 @@ def refuse_zero_grad(set_to_none=True):
 #     sent          2Ψ all-reduce + Ψ all-gather = 3Ψ per rank and step. DDP sends 2Ψ
 #
 # *Held* is what a rank has while step 4 updates the shards, when the activations and the buffers of backward are gone.
-# The peak leaves out the activations, which forward keeps for backward, and the optimizer's temporary tensors: AdamW
-# makes three, each as large as the largest bucket's shard, unless it is built with `fused=True`. For the demo the
-# formula is exact to 1% on 2, 4 and 8 ranks; AdamW's temporary tensors add 2% on two.
+# The peak leaves out the activations, which forward keeps for backward, and the optimizer's temporary tensors. On a CPU
+# AdamW makes three, each as large as the largest bucket's shard. On a GPU its default (`foreach`) makes one as large as
+# all shards together. With `fused=True` there are none. For the demo the formula is exact to 1% on 2, 4 and 8 ranks
+# (counted with a batch of one, so that activations are small); the three tensors add 2% on two ranks.
 #
 # Everything that is sent has a factor (N-1)/N, which all chapters leave out. An all-reduce sends 2Ψ, because it is a
 # reduce-scatter and an all-gather. The paper claims 2Ψ in all for this stage (section 7), which takes a reduce-scatter
-# in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts mixed precision. gloo, the library for CPUs,
-# sends more, because its reduce-scatter is an all-reduce.
+# in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts mixed precision.
 
 
 if __name__ == "__main__":

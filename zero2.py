@@ -1,9 +1,9 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-A rank updates only its shard. Once the gradients of all ranks are summed, it does not need the gradients of the other
-shards, so it should never hold all of them at once. As soon as backward has finished the last gradient of a bucket,
-ZeRO-2 sends the bucket in a reduce-scatter, which gives rank r only shard r of the sum. The local, whole gradients are
-freed.
+A rank updates only its own shard, so it needs only this shard of the summed gradients. ZeRO-1 keeps all gradients until
+backward is over, because each rank's local gradients are part of every sum. ZeRO-2 sends them earlier. As soon as
+backward has finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank
+r only shard r of the sum. Then the whole gradients of the bucket are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
@@ -47,10 +47,19 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments and use are as in `ZeRO1`. Gradients leave `param.grad` during backward. To read or change them, call
-    `engine.reduce_gradients()` before `engine.step()`: then they are in `optimizer.param_groups[0]["params"]`, this
-    rank's shards. To clip by the norm of all of them, add up the squares of all ranks' shards with an all-reduce, as
-    zerolab/engine/clipping.py does. With k backwards before a step a rank sends kΨ gradients and Ψ parameters.
+    Arguments and use are as in `ZeRO1`, and so is saving. Gradients leave `param.grad` during backward. To read or
+    change them, call `engine.reduce_gradients()` before `engine.step()`. To clip by the norm of the whole gradient, for
+    example:
+
+        engine.reduce_gradients()  # now every `shard.grad` is this rank's part of the mean
+        shards = engine.optimizer.param_groups[0]["params"]
+        squares = sum(shard.grad.square().sum() for shard in shards)  # padding is zero and adds nothing
+        torch.distributed.all_reduce(squares)  # over all ranks
+        for shard in shards:
+            shard.grad *= (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
+        engine.step()
+
+    With k backwards before a step a rank sends k times as many gradients.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -85,10 +94,12 @@ class ZeRO2:
         """Autograd calls this inside step 2: `param.grad` is finished.
 
         It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
-        autograd first adds up the gradients of all uses. So a bucket is complete when each parameter was here once.
+        autograd first adds up the gradients of all uses. So a bucket is complete when it was called once for each of
+        its parameters.
         """
         if self.turn == len(self.buckets):  # all were sent, so this is the first gradient of another backward
-            # Not earlier, when the last bucket was sent: `missing` would be full again, and `step()` would raise.
+            # Not earlier, when the last bucket was sent. Then `missing` would be full again, and `step()`, which checks
+            # that no gradient is missing, would raise.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -141,7 +152,7 @@ class ZeRO2:
     def reduce_gradients(self):
         """The end of step 3: receive the last bucket. From here on every `shard.grad` is this rank's part of the mean.
 
-        Raises RuntimeError for gradients that did not come, or were not sent.
+        Raises RuntimeError for gradients that are missing, or were not sent.
         """
         self.receive()
         check_complete(self.buckets)
@@ -306,7 +317,7 @@ def check_complete(buckets):
 #   gradients, which NCCL does not reduce-scatter. The engines support them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
-# - In backward: a graph of before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
+# - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
 #
 # What it does not detect, besides what ZeRO-1 does not detect
 #
@@ -332,13 +343,13 @@ def check_complete(buckets):
 #   reduced". Only the last bucket is received.
 # - `self.in_flight.finish()` in `ZeRO2.receive`: the same error. No bucket is received.
 # - `self.receive()` in `ZeRO2.reduce_gradients`: the same error. The last bucket is still in flight.
-# - `gather_parameters(self.buckets)` in `ZeRO2.step`: wrong in silence. Each rank continues with N-1 stale shards.
-# - `self.receive()` in `ZeRO2.zero_grad`: wrong in silence after a backward that raised an error. The bucket that it
-#   sent is added to the next step.
-# - `bucket.shard.grad = None` in `ZeRO2.zero_grad`: wrong in silence. The gradients of all steps add up.
-# - `self.work.wait()` in `Reduction.finish`: wrong in silence. The optimizer reads what the collective has not written
+# - `gather_parameters(self.buckets)` in `ZeRO2.step`: silently wrong. Each rank continues with N-1 stale shards.
+# - `self.receive()` in `ZeRO2.zero_grad`: silently wrong after a backward that raised an error. The bucket that it sent
+#   is added to the next step.
+# - `bucket.shard.grad = None` in `ZeRO2.zero_grad`: silently wrong. The gradients of all steps add up.
+# - `self.work.wait()` in `Reduction.finish`: silently wrong. The optimizer reads what the collective has not written
 #   yet.
-# - `self.average()` in `Reduction.finish`: wrong in silence. Gradients are N times too large.
+# - `self.average()` in `Reduction.finish`: silently wrong. Gradients are N times too large.
 # - `param.grad = None` in `take_gradients`: an error in `step()`, "param.grad of ... was set after the gradients were
 #   sent". Until then all gradients stay whole.
 #
@@ -346,8 +357,8 @@ def check_complete(buckets):
 #
 # - `method = weakref.WeakMethod(method)` in `weak_hook`, as `strong = method; method = lambda: strong`: more memory. A
 #   stage that you drop is never freed, and neither is its model.
-# - `self.send_complete()` in `ZeRO2.on_gradient`, as `if not bucket.missing: self.send(bucket)`: an error, or wrong in
-#   silence, if ranks finish gradients in different orders. They add up different buckets.
+# - `self.send_complete()` in `ZeRO2.on_gradient`, as `if not bucket.missing: self.send(bucket)`: an error, or silently
+#   wrong, if ranks finish gradients in different orders. They add up different buckets.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -358,7 +369,8 @@ def check_complete(buckets):
 # Just before the last bucket is sent, two have whole gradients: the one that backward has just finished, and the one in
 # flight. The one just finished has no gradient shard yet, so B/N is subtracted. For the demo, whose buckets are equal
 # except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal buckets the two largest
-# neighbours count in place of 2B. On CPUs the peak is B higher, because gloo copies the bucket that it reduces.
+# neighbours count in place of 2B. Inside gloo, on CPUs, there is one more copy of the bucket that it reduces, which
+# torch does not see. gloo also sends more than Ψ, because its reduce-scatter is an all-reduce.
 #
 # Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are
 # hardly any gradients yet. So the peak of both together usually comes early, and is less than the sum of their peaks.

@@ -45,8 +45,10 @@ class ZeRO3:
     prefetch    how many units ahead to gather
 
     The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. k backwards
-    before a step send 3kΨ. Call `engine(x)` and not `model(x)`. Between the steps weights cannot be read, because they
-    are freed: to save the model, gather it with zerolab/engine/state_dict.py, or save the shards.
+    before a step send 3kΨ. Call `engine(x)` and not `model(x)`. Gradients are clipped as in `ZeRO2`. Weights cannot be
+    read between the steps, because they are freed. To save, each rank saves `[unit.shard for unit in engine.units]` and
+    its `optimizer.state_dict()`. To load, build the stage with the same number of ranks and units, and copy the shards
+    back: `unit.shard.copy_(saved)`. (zerolab/engine/state_dict.py gathers the whole model.)
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -57,7 +59,7 @@ class ZeRO3:
         self.world_size = torch.distributed.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.backward_id = None  # autograd's number of the backward that was noticed last
-        # Without gradients: autograd forbids writing to parameters that require one.
+        # In `no_grad`, because autograd forbids writing to tensors that require a gradient.
         with record_function("step 0 partition"), torch.no_grad():
             self.units = self.partition(default_units(model) if units is None else units)
             self.plan_prefetch(prefetch)
@@ -118,18 +120,23 @@ class ZeRO3:
         """
         return tensor.detach(), tensor._version
 
-    # Backward. A unit has to be gathered when backward reaches it. Two events show this, and each of them misses cases.
+    # Backward. A unit must be gathered before backward reads its weights. Usually two events announce this, and the
+    # second one finds the unit gathered: a gradient arrives at an output of the unit (`on_output`), and then autograd
+    # asks for a weight that forward has saved (`unpack`). Both are needed, because either can come too late, or not at
+    # all. (A third one, `before_forward` inside backward, is for a checkpoint around a whole unit: it runs the unit's
+    # forward again.)
     #
-    # Autograd asks for a saved weight (`unpack`). It is the only event where a loss does not come from the unit's
-    # output, because then no gradient arrives there first:
+    # Only `unpack` is in time for the first class. Backward enters it at `self.loss`. The gradient of its output `x` is
+    # complete only when the linear layer has added its part, and by then the layer's weight has been read:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
     #             self.loss = self.linear(x).square().mean()      # the training loop adds it to its loss
     #             return x
     #
-    # A gradient arrives at an output of the unit (`on_output`). It is the only event where the unit's weights bypass
-    # `pack`. Hooks on saved tensors replace each other, and a checkpoint inside the unit has its own:
+    # Only `on_output` comes for the second class. Of nested hooks on saved tensors only the innermost ones apply, and a
+    # checkpoint has its own. So inside of it no weight passes through `pack`. In backward the checkpoint runs
+    # `self.linear` again, and the new graph reads the weight without `unpack`:
     #
     #     class Block(nn.Module):
     #         def forward(self, x):
@@ -140,7 +147,7 @@ class ZeRO3:
         tensor, version = saved
         if tensor._version != version:  # autograd checks this itself, but not for tensors that pass through hooks
             raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
-        unit = self.unit_on.get(storage_of(tensor))  # whose weight is it, or a view of? None: nobody's
+        unit = self.unit_on.get(storage_of(tensor))  # the unit that owns this memory, or None
         if unit is not None:
             check_reader(unit)
             self.before_backward(unit)
@@ -160,25 +167,25 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Not if backward has been there already. A norm behind the embedding is in the root, and autograd asks for
+            # Not if backward has been there already. A norm after the embedding is in the root, and autograd asks for
             # its weight last. The root's neighbour, the last unit, would be gathered again for nothing.
             if each.missing:
                 each.start_gather()
         unit.wait()
 
     def notice_backward(self):
-        """Called on every event of backward. A new number means that a new backward has just begun.
+        """Called on each of these events, and for each gradient. A new number means that a new backward has begun.
 
-        The number and `queue_callback` are not public, but FSDP2 uses both, because torch has no other way to learn
-        when a backward ends. Without them, `step()` would have to do the work of `end_backward`.
+        The number and `queue_callback` are not public. FSDP2 uses both, because torch has no public way to learn when a
+        backward ends. Without them, `step()` would have to do the work of `end_backward`.
         """
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
             self.backward_id = number
             self.expect_gradients()
-            # Autograd calls this when all is done. In `step()`, as in ZeRO-2, would be too late: with several
-            # backwards before a step the root's whole gradients, which are sent last, would stay alive through the next
-            # forward.
+            # Autograd calls `end_backward` when backward is over. `step()`, which receives the last bucket in ZeRO-2,
+            # comes too late for this: with several backwards before a step, the root's whole gradients, which are sent
+            # last, would stay alive through the next forward.
             Variable._execution_engine.queue_callback(weak_hook(self.end_backward))
 
     def expect_gradients(self):
@@ -187,7 +194,7 @@ class ZeRO3:
             unit.missing = set(unit.params)
 
     def on_gradient(self, param):
-        """Autograd calls this in backward: `param.grad` is finished. With its last one a unit is done.
+        """Autograd calls this in backward: `param.grad` is finished. When a unit has all its gradients, it is done.
 
         Units are sent when they are done, without the turns of ZeRO-2. All ranks must run the units in the same order
         in any case, because each gather meets the other ranks' gathers.
@@ -238,8 +245,8 @@ class ZeRO3:
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         for unit in self.units:
-            increment_version(unit.params)  # so that a graph of before the step raises an error, as in ZeRO-1
-            unit.version = version_of(unit)
+            increment_version(unit.params)  # so that a graph built before the step raises an error, as in ZeRO-1
+            unit.version = version_of(unit)  # this change is no mistake: see `check_unwritten`
 
     def reduce_gradients(self):
         """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""
@@ -314,7 +321,7 @@ class ZeRO3:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def make_reduction(self, unit):
-        return Reduction(unit)  # it needs the size of `flat`, not its memory
+        return Reduction(unit)  # which needs no memory under `flat`
 
 
 class Unit(Bucket):
@@ -486,13 +493,12 @@ def check_reader(unit):
 # What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
 # - `each.start_gather()` in `ZeRO3.before_forward`: a crash, an error or garbage. The unit computes without memory.
-# - `unit.wait()` in `ZeRO3.before_forward`: wrong in silence. The unit computes with what is in memory before the
-#   gather.
+# - `unit.wait()` in `ZeRO3.before_forward`: silently wrong. The unit computes with what is in memory before the gather.
 # - `unit.free()` in `ZeRO3.after_forward`: more memory. All units are gathered at the end of forward.
 # - `self.watch_output(unit, output)` in `ZeRO3.after_forward`: the class `Block` above reads a freed weight in
 #   backward.
 # - `self.before_backward(unit)` in `ZeRO3.unpack`: the class `Probe` above reads a freed weight in backward.
-# - `if each.missing:` in `ZeRO3.before_backward`, as `if True:`: with a norm behind the embedding, one more gather in
+# - `if each.missing:` in `ZeRO3.before_backward`, as `if True:`: with a norm after the embedding, one more gather in
 #   each step. The last unit is gathered until the end of backward.
 # - `self.expect_gradients()` in `ZeRO3.notice_backward`: an error in the second backward before a step, "a second
 #   gradient of ... came before its bucket was complete".
@@ -502,9 +508,9 @@ def check_reader(unit):
 # - `self.receive()` in `ZeRO3.send`: an error in `step()`, "optimizer.step() was called before the gradients were
 #   reduced". Only the last unit is received.
 # - `self.free_all()` in `ZeRO3.__call__`: more memory. The root stays gathered after an evaluation.
-# - `self.free_all()` in `ZeRO3.step`: wrong in silence after a forward without a backward. It left the root gathered,
-#   and the next forward uses it with its stale weights.
-# - `increment_version(unit.params)` in `ZeRO3.step`: wrong in silence, if a backward uses a graph of before the step.
+# - `self.free_all()` in `ZeRO3.step`: silently wrong after a forward without a backward. It left the root gathered, and
+#   the next forward uses it with its stale weights.
+# - `increment_version(unit.params)` in `ZeRO3.step`: silently wrong, if a backward uses a graph built before the step.
 # - `self.flat.untyped_storage().resize_(0)` in `Unit.free`: more memory. Nothing is ever freed.
 #
 # Two changes that look harmless:
@@ -522,11 +528,11 @@ def check_reader(unit):
 #
 # Late in backward these are alive besides the shards: the root (R), the unit at work and the one prefetched (2U), and
 # the whole gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched
-# have no gradient shard yet: minus 4(R + 2U)/N bytes. The root's first gradients (H: last norm and head) stay whole
+# have no gradient shard yet: minus 4(R + 2U)/N bytes. The root's first gradients (H: head and last norm) stay whole
 # until the embedding's has come: then 16Ψ/N + 4(2R + U) - 4R/N are alive, which is more if R - H > 3U - 2U/N. For the
-# demo the formula is exact to 1% on 2, 4 and 8 ranks. On CPUs gloo's copies of what it gathers and reduces come on top,
-# two to four units. The root is gathered once per step, so a little less than 3Ψ is sent. (Paper, sections 5.3 for
-# memory and 7 for traffic.)
+# demo the formula is exact to 1% on 2, 4 and 8 ranks. Inside gloo, on CPUs, there are also copies of what it gathers
+# and reduces, two to four units, which torch does not see. The root is gathered once per step, so a little less than 3Ψ
+# is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
 
 
 if __name__ == "__main__":
