@@ -268,14 +268,16 @@ class Bucket:
 
     def gather(self):
         """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work, to wait for."""
-        with record_function(f"gather {self.name}"):
-            # `flat` receives all shards. In ZeRO-1 and -2 this rank's shard is sent from its own place there.
-            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
+        # `flat` receives all shards. In ZeRO-1 and -2 this rank's shard is sent from its own place there.
+        return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
 
 def gather_parameters(buckets):
     """Step 5: all buckets are started before the first one is waited for."""
-    works = [bucket.gather() for bucket in buckets]
+    works = []
+    for bucket in buckets:
+        with record_function(f"gather {bucket.name}"):
+            works.append(bucket.gather())
     for bucket, work in zip(buckets, works):
         work.wait()
         # Autograd cannot notice that these weights changed (see `flatten`). This makes it notice: a backward through a

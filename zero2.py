@@ -125,25 +125,26 @@ class ZeRO2:
 
     def send(self, bucket):
         """Step 3, first half: send one bucket. Backward continues meanwhile."""
-        # The previous bucket travelled while backward computed this one. It is received first, which frees its
-        # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
-        # backward waits here if the network is slower than the computation. DDP keeps all buckets in flight.
-        self.receive()
-        with record_function("step 3 reduce gradients"), record_function(f"send {bucket.name}"):
-            self.in_flight = self.make_reduction(bucket)
-            self.in_flight.start()
+        with record_function("step 3 reduce gradients"):
+            # The previous bucket travelled while backward computed this one. It is received first, which frees its
+            # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
+            # backward waits here if the network is slower than the computation. DDP keeps all buckets in flight.
+            self.receive()
+            with record_function(f"send {bucket.name}"):
+                self.in_flight = self.make_reduction(bucket)
+                self.in_flight.start()
 
     def receive(self):
         """Step 3, second half: receive the bucket in flight, if there is one."""
         if self.in_flight is not None:
-            name = self.in_flight.bucket.name
-            with record_function("step 3 reduce gradients"), record_function(f"receive {name}"):
+            with record_function(f"receive {self.in_flight.bucket.name}"):
                 self.in_flight.finish()
                 self.in_flight = None  # frees the whole gradients (on a GPU: for kernels that are queued from here on)
 
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
-        self.reduce_gradients()
+        with record_function("step 3 reduce gradients"):
+            self.reduce_gradients()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
         with record_function("step 5 gather parameters"):

@@ -213,16 +213,16 @@ class ZeRO3:
 
     def send(self, unit):
         """Step 3, first half, as in ZeRO-2: receive the previous unit, then send this one."""
-        self.receive()
-        with record_function("step 3 reduce gradients"), record_function(f"send {unit.name}"):
-            self.in_flight = self.make_reduction(unit)
-            self.in_flight.start()
+        with record_function("step 3 reduce gradients"):
+            self.receive()
+            with record_function(f"send {unit.name}"):
+                self.in_flight = self.make_reduction(unit)
+                self.in_flight.start()
 
     def receive(self):
         """Step 3, second half: receive the unit in flight, if there is one."""
         if self.in_flight is not None:
-            name = self.in_flight.bucket.name
-            with record_function("step 3 reduce gradients"), record_function(f"receive {name}"):
+            with record_function(f"receive {self.in_flight.bucket.name}"):
                 self.in_flight.finish()
                 self.in_flight = None
 
@@ -239,7 +239,8 @@ class ZeRO3:
 
     def step(self):
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
-        self.reduce_gradients()
+        with record_function("step 3 reduce gradients"):
+            self.reduce_gradients()
         # Units left gathered by a forward without a backward become stale. A gather in flight still reads the shards.
         self.free_all()
         with record_function("step 4 update the shard"):
@@ -357,7 +358,7 @@ class Unit(Bucket):
     def start_gather(self):
         """Step 5, first half. A gather is started before the computation that hides it, and waited for after."""
         if not self.allocated:
-            with record_function("step 5 gather parameters"):
+            with record_function("step 5 gather parameters"), record_function(f"gather {self.name}"):
                 self.flat.untyped_storage().resize_(self.flat.nbytes)
                 self.work = self.gather()
             self.allocated = True

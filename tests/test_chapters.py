@@ -1190,56 +1190,45 @@ def empty_folder(tmp_path):
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-HELD = r"held at the update: ([\d.]+) MB of "  # parameters, gradients, optimizer state
-MOST = r"most at any moment of the step: ([\d.]+) MB of whole parameters, ([\d.]+) MB of whole gradients"
+DEMOS = {  # command: MB at the update of parameters, gradients, optimizer state; the most whole parameters, gradients
+    "zero1.py": (1.85, 1.85, 1.85, 1.85, 1.85),
+    "zero2.py --bucket-mb 0.25": (1.85, 0.93, 1.85, 1.85, 0.52),  # gradients of two buckets, with a block each
+    "zero3.py --prefetch 2 --trace": (0.93, 0.93, 1.85, 1.07, 0.79),  # root and three units; head and two units
+}
 
 
-@pytest.mark.parametrize(
-    "chapter, held, most",
-    [
-        ("zero1", (1.85, 1.85, 1.85), (1.85, 1.85)),
-        ("zero2", (1.85, 0.93, 1.85), (1.85, 0.52)),  # two buckets, of a block each
-        ("zero3", (0.93, 0.93, 1.85), (0.80, 0.79)),  # root and two units; gradients of head and two units
-    ],
-)
-def test_a_chapter_runs_by_torchrun_in_an_empty_folder(chapter, held, most, empty_folder):
-    """It needs only torch and earlier chapters, learns, prints what each rank holds, and ends without a warning."""
-    run = torchrun([*TORCHRUN, f"{chapter}.py"], empty_folder)
-    assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
-    assert len(losses) == 6 and losses[-1] < 0.6 * losses[0], run.stdout
-    assert list(map(float, re.findall(HELD, run.stdout))) == [*held, *held], run.stdout  # of both ranks
-    assert [tuple(map(float, each)) for each in re.findall(MOST, run.stdout)] == [most, most], run.stdout
-    noise = [line for line in run.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("* ")]
-    assert not [line for line in noise if not line.startswith("W") or "run.py" not in line], run.stderr
+def test_the_chapters_run_by_torchrun_in_an_empty_folder(empty_folder):
+    """They need only torch and earlier chapters, learn, have the same losses, and print what each rank holds."""
+    losses, printed = {}, {}
+    for command, expected in DEMOS.items():
+        run = torchrun([*TORCHRUN, *command.split()], empty_folder)
+        assert run.returncode == 0, run.stderr
+        noise = [line for line in run.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("* ")]
+        assert not [line for line in noise if not line.startswith("W") or "run.py" not in line], run.stderr
+        held = re.findall(r"held at the update: ([\d.]+) MB", run.stdout)
+        most = re.findall(r"of the step: ([\d.]+) MB of whole parameters, ([\d.]+) MB of whole gradients", run.stdout)
+        for rank in range(2):
+            assert tuple(map(float, [*held[3 * rank :][:3], *most[rank]])) == expected, run.stdout
+        losses[command] = re.findall(r"step +\d+: loss ([\d.]+)", run.stdout)
+        printed[command] = run.stdout
+    first = losses["zero1.py"]
+    assert len(first) == 6 and float(first[-1]) < 0.6 * float(first[0]), first
+    assert all(each == first for each in losses.values()), losses
+    check_trace(printed["zero3.py --prefetch 2 --trace"])
 
 
-def test_the_chapters_have_the_same_losses(empty_folder):
-    """To the printed digit, whatever the size of buckets and the prefetch are. These change the printed bytes."""
-    runs = [
-        torchrun([*TORCHRUN, *arguments], empty_folder).stdout
-        for arguments in (["zero1.py"], ["zero2.py", "--bucket-mb", "0.6"], ["zero3.py", "--prefetch", "2"])
-    ]
-    assert len({tuple(re.findall(r"step +\d+: loss ([\d.]+)", run)) for run in runs}) == 1, runs
-    assert [re.findall(MOST, run)[0] for run in runs[1:]] == [("1.85", "1.05"), ("1.07", "0.79")], runs
-
-
-def test_a_chapter_prints_the_events_of_a_step(empty_folder):
-    """With --trace: gather, free, send and receive of each unit in their order, with the bytes that are whole then."""
-    run = torchrun([*TORCHRUN, "zero3.py", "--trace"], empty_folder)
-    events = [line.split(" whole ")[0].strip() for line in run.stdout.splitlines() if line.startswith("    ")]
-    forward = ["gather root", "gather blocks.0", "gather blocks.1", "free blocks.0", "gather blocks.2", "free blocks.1"]
-    assert events[: len(forward)] == forward, run.stdout
-    assert events[events.index("send root") - 2 :][:4] == [
-        "free root",
-        "receive blocks.0",
-        "send root",
-        "receive root",
-    ], run.stdout
-    after = re.findall(r"whole parameters +[\d,]+ -> +([\d,]+) B", run.stdout)
-    gathered = [int(each.replace(",", "")) for each in after]
+def check_trace(printed):
+    """Gather, free, send and receive of each unit in their order, with the bytes that are whole before and after."""
+    events = [line.split(" whole ")[0].strip() for line in printed.splitlines() if line.startswith("    ")]
+    forward = ["gather root", "gather blocks.0", "gather blocks.1", "gather blocks.2", "free blocks.0"]
+    assert events[:5] == forward, printed
+    end = events.index("send root")
+    assert events[end - 2 : end + 2] == ["free root", "receive blocks.0", "send root", "receive root"], printed
+    found = re.findall(r"whole parameters +([\d,]+) -> +([\d,]+) B", printed)
+    found = [tuple(int(each.replace(",", "")) for each in pair) for pair in found]
     block, root = 4 * 256 * 256, 4 * (256 * 256 + 256 * 16 + 2 * 256)
-    assert gathered[:4] == [root, root + block, root + 2 * block, root + block] and gathered[-1] == 0, gathered
+    expected = [(0, root), (root, root + block), (root + block, root + 2 * block)]
+    assert found[:3] == expected and found[-1] == (0, 0), found
 
 
 def test_a_chapter_without_torchrun_says_how_to_start_it(empty_folder):
