@@ -135,11 +135,12 @@ def test_a_missing_gradient_is_refused(stage, bucket_bytes):
     for used in ((True, False), (False, True)):
         engine.model.used = used
         F.mse_loss(engine(inputs), targets).backward()
-        must_raise(f"a step if only {'first' if used[0] else 'second'} has gradients", engine.step)
+        what = f"reduce_gradients() if only {'first' if used[0] else 'second'} has gradients"
+        must_raise(what, engine.reduce_gradients)
         engine.zero_grad()
     engine.model.used = (True, True)
     engine.training_step(inputs, targets, F.mse_loss)
-    must_raise("a step without a backward", engine.step)
+    must_raise("reduce_gradients() without a backward", engine.reduce_gradients)
 
 
 @pytest.mark.blank("ZeRO2.on_gradient")

@@ -34,13 +34,14 @@ class Mixed(nn.Module):
         inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), shared), nn.Sequential(shared, inner), inner[1]])
         self.blocks[0].own = nn.Parameter(torch.zeros(2))
+        self.blocks[0].tied = self.blocks[1].tied = nn.Parameter(torch.zeros(4))
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.ones(()))
 
 
-# By hand: `shared` is in two units, and so is inner[1], which is a unit by itself under its first name. So both are the
-# root's.
+# By hand: `shared` and `tied` are in two units, and so is inner[1], which is a unit by itself under its first name. So
+# all three are the root's.
 HOMES = {
     "blocks.0": ["blocks.0.own", "blocks.0.0.weight", "blocks.0.0.bias"],
     "blocks.1": ["blocks.1.1.0.weight", "blocks.1.1.0.bias"],
@@ -48,6 +49,7 @@ HOMES = {
     "root": [
         "scale",
         "embedding.weight",
+        "blocks.0.tied",
         "blocks.0.1.weight",
         "blocks.0.1.bias",
         "blocks.1.1.1.weight",
@@ -145,14 +147,25 @@ def test_saved_tensors_that_were_changed_are_refused(stage):
     engine.free_all()  # also waits for what was gathered ahead
 
 
+class Probe(nn.Module):
+    """A unit whose loss does not come from its output, so no gradient arrives there first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        self.loss = self.linear(x).square().mean()
+        return x
+
+
 class SideLoss(models.Odd):
-    """A part of the loss does not come from the output of its unit, so no gradient arrives there first."""
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Probe())
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        first, second, third = self.blocks
-        self.aside = first(x).square().mean()
-        return self.head(third(second(x))) + self.aside
+        return super().forward(tokens) + self.blocks[-1].loss
 
 
 class InnerCheckpoint(models.Odd):
