@@ -210,6 +210,12 @@ def test_nothing_is_left_after_a_backward(stage):
         expect(f"units that are gathered after backward {number + 1}", gathered, [])
         expect(f"self.in_flight after backward {number + 1}", engine.in_flight, None)
     engine.zero_grad()
+    skipping = build(stage, models.Lanes)
+    skipping.model.skip = 1  # gathered ahead for nothing
+    backward(skipping)
+    gathered = [unit.name for unit in skipping.units if unit.flat.untyped_storage().nbytes()]
+    expect("units that are gathered after a backward without blocks.1", gathered, [])
+    skipping.zero_grad()
 
 
 @pytest.mark.blank("ZeRO3.on_gradient")
