@@ -138,6 +138,15 @@ def test_gathered_into_the_weights(stage):
 
 @pytest.mark.blank("ZeRO3.unpack")
 @on_ranks
+def test_a_freed_weight_that_is_read_outside_of_backward_is_refused(stage):
+    engine = build(stage)
+    unit = engine.units[0]
+    message = must_raise("unpack() of a weight outside of backward", engine.unpack, engine.pack(unit.params[0]))
+    expect(f"whether the error names the unit ({message})", unit.name in message, True)
+
+
+@pytest.mark.blank("ZeRO3.unpack")
+@on_ranks
 def test_saved_tensors_that_were_changed_are_refused(stage):
     engine = build(stage, models.ChangedInPlace)
     inputs, targets = engine.model.batch(0, dist.get_rank())
