@@ -148,9 +148,10 @@ class ZeRO3:
         if tensor._version != version:  # autograd checks this itself, but not for tensors that pass through hooks
             raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
         unit = self.unit_on.get(storage_of(tensor))  # the unit that owns this memory, or None
-        if unit is not None:
-            check_reader(unit)
+        if unit is not None and in_backward():
             self.before_backward(unit)
+        elif unit is not None:
+            check_allocated(unit)  # somebody else asks, such as a debugger
         return tensor
 
     def on_output(self, unit, gradient):
@@ -437,7 +438,7 @@ def in_backward():
 
 def version_of(unit):
     """A number that changes when somebody writes to a weight in place. Gathers do not change it (`Bucket.flatten`)."""
-    return sum(param._version for param in unit.params)
+    return sum([param._version for param in unit.params])
 
 
 def check_unwritten(unit):
@@ -451,11 +452,11 @@ def check_unwritten(unit):
         )
 
 
-def check_reader(unit):
-    """Raise RuntimeError if a freed weight is read outside of backward, as debuggers that draw the graph do."""
-    if not in_backward():
+def check_allocated(unit):
+    """Raise RuntimeError if a freed weight is read outside of backward, as tools that draw the graph do."""
+    if not unit.allocated:
         raise RuntimeError(
-            f"a weight of {unit.name!r} that forward saved was read outside of backward, where it may be freed"
+            f"a weight of {unit.name!r} that forward saved was read outside of backward, and it is freed"
         )
 
 
@@ -468,7 +469,7 @@ def check_reader(unit):
 #
 # - What ZeRO-2 raises.
 # - After forward, or at the end of backward: a gathered weight that was changed in place (`weight.clamp_()`).
-# - Outside of backward: a tool that reads saved weights from the graph.
+# - Outside of backward: a tool that reads freed weights from the graph.
 #
 # What it does not detect, besides what ZeRO-2 does not detect
 #
