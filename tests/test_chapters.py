@@ -1,5 +1,6 @@
-"""A specification of the three chapters. In every test each rank has its own data.
+"""What only the chapters promise. tests/conformance has what any engine must do, and asks the chapters as well.
 
+In every test each rank has its own data.
 The body of a test runs on `ranks` processes at the same time (`on_every_rank`). Numbers of ranks other than two or
 three, and most of the optimizers, run with `-m thorough`.
 """
@@ -97,60 +98,6 @@ def test_options_change_no_value(ranks, option):
     """Buckets of any size, prefetch and the choice of units change neither losses nor weights."""
     stage, options = OPTIONS[option]
     Pair(stage, seeded(Tied), **options).train()
-
-
-@all_ranks
-@stages
-@on_every_rank
-def test_several_backwards_before_a_step_add_up(ranks, stage):
-    """Gradient accumulation needs no option."""
-    pair = Pair(stage, seeded(Tied))
-    for step in range(3):
-        for micro in range(3):
-            pair.backward(3 * step + micro)
-        pair.step()
-    pair.check_weights()
-
-
-@all_ranks
-@stages
-@on_every_rank
-def test_evaluations_in_between_change_nothing(ranks, stage):
-    """A forward under no_grad can come between steps, between backwards, and between a forward and its backward."""
-    pair = Pair(stage, seeded(Recomputed))
-
-    def evaluate(step):
-        with torch.no_grad():
-            found, expected = pair.engine(own_batch(step)[0]), pair.plain(own_batch(step)[0])
-        same(found, expected, 1e-12, "an evaluation")
-
-    def loss_then_evaluation(model, inputs, targets):
-        loss = mse(model, inputs, targets)
-        if model is pair.engine:
-            evaluate(8)
-        return loss
-
-    for step in range(3):
-        pair.backward(step)
-        evaluate(9)
-        pair.backward(10 + step, loss_then_evaluation)
-        pair.step()
-        evaluate(7)
-    pair.check_weights()
-
-
-@pytest.mark.parametrize("ranks", [3])
-@stages
-@on_every_rank
-def test_a_group_trains_without_the_other_ranks(ranks, stage):
-    """With `group=` only the ranks of the group train together. A rank outside of the group gets an error."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        model = seeded(Tied)
-        build = partial(stage, model, MOMENTUM(model.parameters()), group=group)
-        raised_on_every_rank(ValueError, "not in `group`", build)
-    else:
-        Pair(stage, seeded(Tied), ranks=[0, 2], group=group).train()
 
 
 class Gpt(nn.Module):
@@ -493,64 +440,6 @@ def wide_engine(stage, recorder=None, **options):
     return stage(model, FUSED(model.parameters()), **options)
 
 
-def held_by(engine):
-    """Bytes of (parameters, gradients, optimizer state)."""
-    shards = engine.optimizer.param_groups[0]["params"]
-    tensors = [*engine.model.parameters(), *shards]
-    state = [value for values in engine.optimizer.state.values() for value in values.values()]
-    return storage_bytes(tensors), storage_bytes(each.grad for each in tensors), storage_bytes(state)
-
-
-@pytest.mark.parametrize("ranks", [2, *thorough(1, 4)])
-@stages
-@on_every_rank
-def test_held_bytes_are_the_accounting(ranks, stage):
-    """Between backward and `zero_grad()` a rank holds the bytes in the accounting at the end of its chapter."""
-    bytes_of_model = storage_bytes(seeded(Wide, dtype=torch.float32).parameters())
-    whole, part = bytes_of_model, bytes_of_model // ranks
-    with Recorder() as recorder:
-        engine = wide_engine(stage)
-        for step in range(2):
-            mse(engine, *wide_batch(step)).backward()
-            engine.step()
-            found = held_by(engine)
-            engine.zero_grad()
-        gc.collect()
-        after_zero_grad = recorder.live_bytes()
-    expected = {
-        ZeRO1: (whole, whole, 2 * part),
-        ZeRO2: (whole, part, 2 * part),
-        ZeRO3: (part, part, 2 * part),
-    }[stage]
-    counters = 4 * len(engine.optimizer.param_groups[0]["params"])  # AdamW counts the steps of each tensor
-    same(found, (*expected[:2], expected[2] + counters), what="bytes of parameters, gradients, optimizer state")
-    kept = expected[0] + expected[2] + counters + (whole if stage is ZeRO1 else 0)
-    same(after_zero_grad, kept, what="bytes of all tensors alive after zero_grad()")
-
-
-@pytest.mark.parametrize("ranks", [2, 3, *thorough(1, 4)])
-@stages
-@pytest.mark.parametrize("make", [Tied, Tiny])
-@on_every_rank
-def test_padding_is_all_that_uneven_sizes_add(ranks, stage, make):
-    """At most 16 bytes for each parameter, and 16 for each rank's shard."""
-    model = seeded(make, dtype=torch.float32)
-    params = list(model.parameters())
-    exact = sum(param.nbytes for param in params)
-    engine = stage(model, ADAMW(params))
-    mse(engine, *own_batch(0, dtype=torch.float32)).backward()
-    engine.step()
-    buckets = getattr(engine, "buckets", None) or engine.units
-    padding = 16 * len(params) + 16 * ranks * len(buckets)
-    _, _, state = held_by(engine)
-    state -= 4 * len(buckets)
-    least, most = 2 * exact / ranks / 2, 2 * (exact + padding) / ranks
-    assert state % 8 == 0 and state <= most, (least, state, most)
-    everywhere = torch.tensor(state)
-    dist.all_reduce(everywhere)
-    assert 2 * exact <= everywhere <= 2 * (exact + padding), (exact, everywhere, padding)
-
-
 def accounting(stage, psi, n, bucket, root, unit, head):
     """The peak in bytes, as at the end of each chapter. `psi` counts parameters, the others are bytes.
 
@@ -646,27 +535,6 @@ def test_peak_of_zero3_is_not_above_fsdp2s(ranks):
     assert 0 < ours <= recorder.peak, (ours, recorder.peak)
 
 
-@two_ranks
-@on_every_rank
-def test_zero2_has_whole_gradients_of_two_buckets_at_most(ranks):
-    """At any operation of a backward these are the bucket that autograd fills, and the one in flight."""
-
-    def whole_gradients():
-        tensors = [param.grad for param in engine.model.parameters()]
-        if engine.in_flight is not None:
-            tensors.append(engine.in_flight.gradient)
-        return storage_bytes(tensors)
-
-    engine = wide_engine(ZeRO2, bucket_mb=0)
-    with Recorder(probe=whole_gradients) as recorder:
-        for step in range(2):
-            mse(engine, *wide_batch(step)).backward()
-            engine.step()
-            engine.zero_grad()
-    bucket = 4 * 64 * 64
-    assert bucket <= max(recorder.probed) <= 2 * bucket, recorder.probed
-
-
 @all_ranks
 @pytest.mark.parametrize("make", [Wide, Recomputed, Twice, Tied])
 @pytest.mark.parametrize("prefetch", [1, *thorough(0, 2)])
@@ -706,45 +574,6 @@ def test_zero3_frees_what_it_gathers(ranks, make, prefetch):
 # Traffic.
 
 
-@pytest.mark.parametrize("ranks", [2, *thorough(3)])
-@stages
-@pytest.mark.parametrize("backwards", [1, 2])
-@on_every_rank
-def test_sent_is_the_accounting(ranks, stage, backwards):
-    """Kind, order and elements of every collective in a step. All of them send whole buffers, including padding."""
-    engine = wide_engine(stage, bucket_mb=0.02) if stage is not ZeRO3 else wide_engine(stage)
-    with Recorder() as recorder:
-        for micro in range(backwards):
-            mse(engine, *wide_batch(micro)).backward()
-        engine.step()
-        engine.zero_grad()
-    if stage is ZeRO1:
-        sizes = [bucket.numel for bucket in engine.buckets]
-        expected = [("all-reduce", size) for size in sizes] + [("all-gather", size) for size in sizes]
-    elif stage is ZeRO2:
-        sizes = [bucket.numel for bucket in engine.buckets]
-        expected = [("reduce-scatter", size) for size in sizes] * backwards + [("all-gather", size) for size in sizes]
-    else:
-        *units, root = [unit.numel for unit in engine.units]
-        forward = [("all-gather", root)] + [("all-gather", size) for size in units]
-        backward = [("all-gather", units[-1]), ("all-gather", units[-2])]
-        for index in reversed(range(len(units))):
-            backward.append(("reduce-scatter", units[index]))
-            if index >= 2:
-                backward.append(("all-gather", units[index - 2]))
-        backward.append(("reduce-scatter", root))
-        expected = (forward + backward) * backwards
-    same(recorder.collectives, expected, what="collectives of a step")
-    psi = sum(param.numel() for param in engine.model.parameters())
-    factor = {ZeRO1: 3, ZeRO2: backwards + 1, ZeRO3: 3 * backwards}[stage]
-    sent = sum((2 if kind == "all-reduce" else 1) * elements for kind, elements in recorder.collectives)
-    root = engine.units[-1].numel * backwards if stage is ZeRO3 else 0  # it is gathered once, not twice
-    padding = 3 * 4 * ranks * len(recorder.collectives)
-    assert factor * psi <= sent + root <= factor * psi + padding, (sent, root, psi)
-    if ranks == 2:
-        same(sent + root, factor * psi, what="elements sent")
-
-
 @pytest.mark.parametrize("ranks", [2, *thorough(3, 4)])
 @pytest.mark.parametrize("make", [Wide, Recomputed])
 @on_every_rank
@@ -771,21 +600,6 @@ def test_zero3_gathers_the_next_unit_before_the_present_one_computes(ranks, make
     for index in range(inner - 1):
         assert forward.index(("gather", index + 1)) < forward.index(("compute", index)), forward
         assert backward.index(("gather", index)) < backward.index(("compute", index + 1)), backward
-
-
-@two_ranks
-@on_every_rank
-def test_zero2_sends_a_bucket_while_backward_goes_on(ranks):
-    """The first bucket is sent before the gradients of the others are computed."""
-    engine = wide_engine(ZeRO2, bucket_mb=0)
-    loss = mse(engine, *wide_batch(0))
-    with Recorder() as recorder:
-        loss.backward()
-    names = [name for name, _ in recorder.operations]
-    sends = [index for index, name in enumerate(names) if name == "reduce-scatter"]
-    same(len(sends), len(engine.buckets))
-    for before, after in zip(sends, sends[1:]):
-        assert "mm" in names[before:after], names[before:after]
 
 
 # Errors. Every message says what to do.
@@ -1154,25 +968,6 @@ def test_a_dropped_stage_is_freed(ranks, stage):
     del engine, model
     gc.collect()
     same([each() for each in dropped], [None] * 4)
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_training_step_is_a_step(ranks, stage):
-    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand."""
-    one, other = (seeded(Blocks) for _ in range(2))
-    one, other = stage(one, ADAMW(one.parameters())), stage(other, ADAMW(other.parameters()))
-    for step in range(2):
-        found = one.training_step(*own_batch(step), nn.functional.mse_loss)
-        expected = mse(other, *own_batch(step))
-        expected.backward()
-        other.step()
-        other.zero_grad()
-        same(found, expected.detach(), 0, "loss")
-        same((found.requires_grad, found.shape), (False, ()))
-    for found, expected in zip(whole_weights(one).values(), whole_weights(other).values()):
-        same(found, expected, 0, "weights")
 
 
 def torchrun(arguments, folder):
