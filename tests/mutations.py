@@ -126,8 +126,8 @@ OTHERS = [
     Mutation(
         "zero1",
         "gather_parameters",
-        "works = [bucket.gather() for bucket in buckets]",
-        "works = [bucket.gather() for bucket in buckets[:1]]",
+        "works.append(bucket.gather())",
+        "works.append(buckets[0].gather())",
     ),
     Mutation("zero2", "Reduction.deliver", "shard.grad += self.shard_gradient", "shard.grad = self.shard_gradient"),
     Mutation(
@@ -180,7 +180,7 @@ OTHERS = [
     Mutation("zero3", "ZeRO3.on_gradient", "self.notice_backward()"),
     Mutation("zero3", "ZeRO3.on_gradient", "unit.missing.remove(param)"),
     Mutation("zero3", "ZeRO3.finish", "self.send(unit)"),
-    Mutation("zero3", "ZeRO3.unpack", "check_reader(unit)"),
+    Mutation("zero3", "ZeRO3.unpack", "check_allocated(unit)"),
 ]
 
 # Other ways to write a function, which are as correct as the chapter's.

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from mutations import OTHERS, RIGHT, Mutation, mutated_source
+from mutations import EQUIVALENT, OTHERS, RIGHT, Mutation, mutated_source
 from test_deleted_lines import DELETED
 
 from zerolab.run import pool
@@ -152,6 +152,17 @@ def blank_with(name: str, where: str) -> int | None:
 MUTATIONS = [*(mutation for mutation, _, _ in DELETED), *OTHERS]
 IN_BLANKS = [each for each in MUTATIONS if blank_with(each.chapter, each.function) is not None]
 SAMPLE = Mutation("zero1", "ZeRO1.finish_reduce", "bucket.gradient /= self.world_size")
+
+
+def test_every_mutation_fits_its_chapter():
+    """The chapters are edited, and most mutations are only tried by long tests."""
+    problems = []
+    for mutations in (*([each] for each in (*MUTATIONS, *EQUIVALENT)), *RIGHT.values()):
+        try:
+            mutated_source(*mutations)
+        except LookupError as error:
+            problems.append(str(error))
+    assert not problems, "\n".join(problems)
 
 
 def test_a_sum_is_called_a_sum(tmp_path):

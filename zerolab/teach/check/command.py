@@ -44,7 +44,6 @@ class Checked:
         self.results: list[ElementTree.Element] = []
         problem = student.problem_with(options.name, file)
         if problem:
-            self.say(f"{FAILED}    the file itself, before any step\n  {problem}")
             self.add("the file itself", FAILED, problem)
         elif isinstance(self.exercise, ChapterExercise):
             self.check_chapter()
@@ -78,11 +77,11 @@ class Checked:
         left_out = ["--ignore", str(CONFORMANCE / "test_late_collectives.py")]
         left_out += ["-m", "chapters and not long and not thorough"]
         self.run(CONFORMANCE, *left_out, "--engine", engine, "--patience", str(self.options.seconds))
-        failed = [case for case in self.results[before:] if case.find("failure") is not None]
+        failed = [case for case in self.results[before:] if failure_of(case) is not None]
         self.verdicts[WHOLE] = FAILED if failed or len(self.results) == before else PASSED
         self.say(f"{self.verdicts[WHOLE]:<9} {WHOLE}")
         for case in failed[:1]:
-            self.say(f"  {case.get('name')}\n  {case.find('failure').get('message')}")
+            self.say(f"  {case.get('name')}\n  {failure_of(case).get('message')}")
 
     def ranks(self) -> list[str]:
         found = ["--seconds", str(self.options.seconds)]
@@ -120,7 +119,7 @@ class Checked:
         if title is None:
             return  # of conformance
         sign = PASSED
-        if case.find("failure") is not None or case.find("error") is not None:
+        if failure_of(case) is not None:
             sign = FAILED
         elif case.find("skipped") is not None:
             sign = OPEN
@@ -128,6 +127,8 @@ class Checked:
             self.verdicts[title] = sign
 
     def add(self, title: str, sign: str, message: str) -> None:
+        """A failure that is not of a test."""
+        self.say(f"{sign:<9} {title}\n  {message}")
         self.verdicts[title] = sign
         case = ElementTree.Element("testcase", name=title)
         ElementTree.SubElement(case, "failure", message=message)
@@ -136,6 +137,12 @@ class Checked:
     def say(self, text: str) -> None:
         if not self.quiet:
             print(tables.wrapped(text), flush=True)
+
+
+def failure_of(case: ElementTree.Element) -> ElementTree.Element | None:
+    """What made a test case fail: its `failure`, or the `error` of its setup. None if it did not fail."""
+    failure = case.find("failure")
+    return case.find("error") if failure is None else failure
 
 
 def next_hints(check, text: str, many: int) -> str:
@@ -177,10 +184,11 @@ def check_folder(options: argparse.Namespace) -> list[Checked]:
     for file in sorted(options.folder.resolve().glob("*.py")):
         found.append(Checked(file, options, quiet=True))
         print(f"{file.name}: {found[-1].points}", flush=True)
-    titles = list(max(found, key=lambda each: len(each.verdicts)).verdicts)
+    by_verdicts = sorted(found, key=lambda each: -len(each.verdicts))  # first a file that has all steps, in their order
+    titles = list(dict.fromkeys(title for each in by_verdicts for title in each.verdicts))
     rows = [["file", "points", *map(str, range(1, len(titles) + 1))]]
     for each in found:
-        signs = list(each.verdicts.values()) + [NOT_TRIED] * (len(titles) - len(each.verdicts))
+        signs = [each.verdicts.get(title, NOT_TRIED) for title in titles]
         rows.append([each.file.name, str(each.points), *signs])
     print()
     for number, title in enumerate(titles, start=1):
@@ -193,7 +201,7 @@ def write_junit(path: Path, checked: list[Checked]) -> None:
     """One test suite for each file, in the format that CI systems and autograders read."""
     suites = ElementTree.Element("testsuites")
     for each in checked:
-        failed = sum(case.find("failure") is not None for case in each.results)
+        failed = sum(failure_of(case) is not None for case in each.results)
         suite = ElementTree.SubElement(suites, "testsuite", name=each.file.name, tests=str(len(each.results)),
                                        failures=str(failed))  # fmt: skip
         properties = ElementTree.SubElement(suite, "properties")

@@ -138,11 +138,16 @@ def test_gathered_into_the_weights(stage):
 
 @pytest.mark.blank("ZeRO3.unpack")
 @on_ranks
-def test_a_freed_weight_that_is_read_outside_of_backward_is_refused(stage):
+def test_only_a_gathered_weight_can_be_read_outside_of_backward(stage):
     engine = build(stage)
     unit = engine.units[0]
     message = must_raise("unpack() of a weight outside of backward", engine.unpack, engine.pack(unit.params[0]))
     expect(f"whether the error names the unit ({message})", unit.name in message, True)
+    unit.start_gather()
+    unit.wait()
+    weight = engine.unpack(engine.pack(unit.params[0]))
+    expect_values("what unpack() returns outside of backward for a gathered weight", weight, unit.params[0].detach())
+    unit.free()
 
 
 @pytest.mark.blank("ZeRO3.unpack")

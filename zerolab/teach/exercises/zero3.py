@@ -86,8 +86,8 @@ REACHED = Blank(
         "unit's output not mean that its backward comes?",
         "`unpack` is given what `pack` returned: a tensor and its version at that time. A tensor with a different "
         "version now was changed in place: a RuntimeError. self.unit_on.get(storage_of(tensor)) is the unit whose "
-        "weight the tensor is, or a view of; if there is one, check_reader(unit) refuses a read outside of backward, "
-        "and self.before_backward(unit) gathers it. Return the tensor. "
+        "weight the tensor is, or a view of. If there is one, self.before_backward(unit) gathers it inside of backward "
+        "(in_backward()), and check_allocated(unit) refuses a freed weight outside of backward. Return the tensor. "
         "`on_output` calls self.notice_backward(), and self.before_backward(unit) unless the unit has all its "
         "gradients.",
     ),
