@@ -67,6 +67,16 @@ def test_only_the_blanks_are_taken_out(name):
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
+def test_each_blank_of_a_new_exercise_is_still_to_write(tmp_path, name):
+    file = tmp_path / "mine.py"
+    file.write_text(generate(name))
+    for number, blank in enumerate(EXERCISES[name].blanks):
+        state, line, title = student.state_of_blank(name, file, number)
+        assert (state, title) == ("to write", blank.title)
+        assert "raise NotImplementedError(" in file.read_text().split("\n")[line - 1]
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_hints_come_in_levels(name, level):
     """At level 0 there are only targets. Each level has one more hint, and `check --hint` prints the rest."""
