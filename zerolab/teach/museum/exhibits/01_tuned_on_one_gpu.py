@@ -12,7 +12,7 @@ number of ranks.
 Unnoticed: AdamW divides a gradient by its own size, so the factor drops out. Only SGD and clipping show it. With a
 small learning rate the longer steps even look better.
 
-Read: zero1.py, `finish_reduce`, and "Without this line, that happens" at the end.
+Read: zero1.py, `finish_reduce`, and "What goes wrong if you delete a line" at the end.
 """
 
 from zero1 import ZeRO1
