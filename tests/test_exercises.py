@@ -282,6 +282,12 @@ def run(capfd, *arguments: str) -> tuple[int, str]:
     return leaving.value.code, " ".join(said.split())
 
 
+def test_hints_are_for_a_step_that_failed_before_one_that_is_to_write():
+    verdicts = {"a": command.PASSED, "b": command.OPEN, "c": command.FAILED}
+    assert command.next_to_work_on(verdicts) == "c"
+    assert command.next_to_work_on(verdicts | {"c": command.OPEN}) == "b"
+
+
 def test_one_file_its_hints_and_its_exit_status(tmp_path, capfd):
     file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))

@@ -146,6 +146,14 @@ def failure_of(case: ElementTree.Element) -> ElementTree.Element | None:
     return case.find("error") if failure is None else failure
 
 
+def next_to_work_on(verdicts: dict[str, str]) -> str:
+    """The first step that failed, because its author works on it. If none did, the first that has not passed."""
+    for title, sign in verdicts.items():
+        if sign == FAILED:
+            return title
+    return next(title for title, sign in verdicts.items() if sign != PASSED)
+
+
 def next_hints(check, text: str, many: int) -> str:
     """The next `many` hints of a blank, after those that are in the file's `text` already."""
     words = " ".join(text.replace("#", " ").split())  # however its lines are broken
@@ -163,16 +171,16 @@ def shown(file: Path) -> str:
 
 
 def check_one(options: argparse.Namespace) -> list[Checked]:
-    """Check one file, and print how many steps have passed and, if asked, hints for the first that has not."""
+    """Check one file, and print how many steps have passed and, if asked, hints for the next one to work on."""
     found = Checked(options.file, options, quiet=False)
     total = len(found.verdicts)
     if found.points == total:
         print(tables.wrapped(f"\n{shown(options.file)} is correct. It {found.exercise.goal}."))
         return [found]
     print(f"\n{found.points} of {total} passed.")
-    first = next(title for title, sign in found.verdicts.items() if sign != PASSED)
+    title = next_to_work_on(found.verdicts)
     for blank in getattr(found.exercise, "blanks", ()):
-        if blank.title == first:
+        if blank.title == title:
             print(f"read      {blank.read}")
             if options.hint:
                 print(next_hints(blank, options.file.read_text(errors="replace"), options.hint))
