@@ -215,11 +215,12 @@ def zero_is_not_for_bert() -> Outcome:
     """ZeRO is not worth it for smaller models such as BERT."""
     shape = GPTConfig(24, 1024, 16, 30_522, 512)  # as large as BERT-large; ours is causal
     ddp, zero3 = predicted(shape, 8, "ddp", micro_batch=16), predicted(shape, 8, micro_batch=16)
-    no_faster = ddp.step < (1 + PLANNER_ERRS) * zero3.step
+    # Both predictions may err, in different directions.
+    no_faster = (1 - PLANNER_ERRS) * ddp.step < (1 + PLANNER_ERRS) * zero3.step
     t4_needs_it = ddp.needed_bytes > GPUS["t4"].memory_gb * GB >= zero3.needed_bytes
     return depends_on(
-        "It holds if the GPU has the 18 GB that DDP needs. A step that takes 8% less does not count: the planner errs "
-        "by more.",
+        "It holds if the GPU has the 18 GB that DDP needs. A step that takes 9% less does not count, because each "
+        "of the two predictions may err by 10%.",
         met=ddp.fits and ddp.needed_bytes < 18.5 * GB and no_faster,
         otherwise=not t4_needs_it and no_faster,
         found="predicted, a GPT of BERT-large's size, 16 x 512 tokens on each of 8 GPUs: DDP and ZeRO-3 take "
