@@ -23,7 +23,7 @@ from zerolab.teach.articles.claim import (
     holds_if,
 )
 
-ROWS = json.loads((ROOT / "results" / "articles.json").read_text())
+ROWS = json.loads((ROOT / "results" / "articles.json").read_text())["claims"]
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 SLOW = {  # dry runs of large models
     "ddp_needs_112_gb",

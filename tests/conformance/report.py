@@ -14,6 +14,7 @@ import torch
 
 from conformance.on_ranks import WORST
 from zerolab.measure import tables
+from zerolab.run import code, json_file, process_group
 
 OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")
 SIGNS = {"refused": "refused", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
@@ -83,7 +84,7 @@ class Report:
         """The results so far are written, also after Ctrl-C."""
         path = self.config.getoption("conform_json")
         if path:
-            found = {"versions": versions(), "ranks": self.config.getoption("ranks"), "engines": self.engines}
+            found = about() | {"ranks": self.config.getoption("ranks"), "engines": self.engines}
             Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -128,8 +129,15 @@ def without_places(message):
     return re.sub(r"(?<![\w:/.])/[^\s\"',:;()]+", lambda path: Path(path[0]).name, message)
 
 
-def versions():
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+def about():
+    """Where and on which code the tests ran."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        found["deepspeed"] = metadata.version("deepspeed")
-    return found
+        versions["deepspeed"] = metadata.version("deepspeed")
+    return {
+        "versions": versions,
+        "hardware": process_group.hardware(torch.device("cpu")),
+        "commit": code.commit(),
+        "code": code.measured_hash(),
+        "command": json_file.command("conform"),
+    }

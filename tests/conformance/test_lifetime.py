@@ -78,7 +78,9 @@ def test_a_hundred_engines_leave_nothing(engine):
     for number in range(100):
         model = seeded(lambda: nn.Linear(6, 3))
         trained = engine(model, ADAMW(model.parameters(), lr=0.001 * number))
-        trained.training_step(torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3), nn.functional.mse_loss)
+        trained.training_step(
+            torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64), nn.functional.mse_loss
+        )
         references += [weakref.ref(each) for each in (trained, model, trained.optimizer, model.weight)]
         references += [weakref.ref(each) for bucket in trained.all_buckets for each in (bucket.shard, bucket.flat)]
     del trained, model

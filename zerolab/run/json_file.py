@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zerolab.run import process_group
+from zerolab.run import code, process_group
 
 
 def default_name(command: str) -> str:
@@ -22,10 +22,16 @@ def command(*words) -> str:
     return " ".join(map(str, ["./launch.sh", *words, *sys.argv[1:]]))
 
 
-def about(device: torch.device, *words) -> dict[str, str]:
-    """Where this run was measured, and by which command line, for its JSON."""
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"hardware": process_group.hardware(device), **versions, "command": command(*words)}
+def about(device: torch.device, *words) -> dict[str, str | None]:
+    """Where this run was measured, on which code, and by which command line, for its JSON."""
+    return {
+        "hardware": process_group.hardware(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": code.commit(),
+        "code": code.measured_hash(),
+        "command": command(*words),
+    }
 
 
 def write_whole(path: str | Path, text: str) -> None:

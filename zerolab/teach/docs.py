@@ -6,7 +6,8 @@ A page is written by hand except between two marks, which a reader on GitHub doe
     ...
     <!-- end -->
 
-`BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing and lists stale pages.
+`BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing. It lists stale pages, and
+the results that were measured on older code.
 Without it the figures are drawn too, into results/figures/. `./launch.sh docs --figure memory --from FILE --out FOLDER`
 draws one figure from your own file.
 """
@@ -26,6 +27,7 @@ from zerolab.measure import referee_report, tables
 from zerolab.measure.gpus import fits_on
 from zerolab.measure.interleaved import ratios
 from zerolab.measure.report import TITLES as OF_A_MACHINE
+from zerolab.run import code
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach import docs_options
@@ -206,17 +208,17 @@ def machines() -> str:
 
 def claims() -> str:
     """How many claims of the articles hold."""
-    return articles.count(result("articles.json"))
+    return articles.count(result("articles.json")["claims"])
 
 
 def claims_that_do_not_hold() -> str:
-    return articles.table_of_not_holding(result("articles.json"))
+    return articles.table_of_not_holding(result("articles.json")["claims"])
 
 
 def article(key: str) -> str:
     """The claims of an article, by its key in zerolab/teach/articles/claim.py."""
     (article,) = [one for one in ARTICLES if one.key == key]
-    return articles.table_of_article(article, result("articles.json"))
+    return articles.table_of_article(article, result("articles.json")["claims"])
 
 
 def lines(*chapters: str) -> str:
@@ -340,6 +342,21 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
     return stale if check else 0
 
 
+def older_results() -> list[str]:
+    """A line for each file of results/ that was measured on other code than this: engines, chapters or model.
+
+    It is for information, because a change need not change a measurement. Not for the files of extra/planner, which
+    are predictions, and which its tests compute again.
+    """
+    now, lines = code.measured_hash(), []
+    for path in sorted((ROOT / "results").rglob("*.json")):
+        measured = json.loads(path.read_text())
+        if not path.name.startswith("plan-") and measured.get("code") != now:
+            name, commit = path.relative_to(ROOT), measured.get("commit") or "an unknown commit"
+            lines.append(f"measured on older code, {commit}: {name}; its command: {measured.get('command')}")
+    return lines
+
+
 @one_line(ValueError, OSError, KeyError)
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if --check finds a stale page, or 2 after an error."""
@@ -349,6 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.figure is None:
         stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
         if options.check:
+            print("\n".join(older_results() or ["all results are of this code"]))
             return int(stale > 0)
     from zerolab.measure import figures  # only here, because it imports matplotlib
 

@@ -12,7 +12,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser("docs", description="Writes the generated parts of README.md and docs/, and draws the figures.")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
-        "--check", action="store_true", help="write nothing, and list the pages whose generated parts are out of date"
+        "--check",
+        action="store_true",
+        help="write nothing; list the pages whose generated parts are out of date, and results of older code",
     )
     instead.add_argument("--figure", metavar="NAME", help="draw only this figure, and write no page")
     parser.add_argument(

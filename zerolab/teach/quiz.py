@@ -84,7 +84,7 @@ VOTES = {"holds": "holds", "depends": "depends", "does not hold": "not"}  # the 
 
 def recorded() -> dict[str, dict]:
     """The recorded rows of the claims, by name."""
-    return {row["name"]: row for row in read(ROOT / "results" / "articles.json")}
+    return {row["name"]: row for row in read(ROOT / "results" / "articles.json")["claims"]}
 
 
 def ask() -> None:

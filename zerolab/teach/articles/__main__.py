@@ -8,6 +8,8 @@ import sys
 import time
 import warnings
 
+import torch
+
 from zerolab.run import json_file
 from zerolab.run.command_line import one_line
 from zerolab.teach import articles_options
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
     print(report.text(rows), flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s", file=sys.stderr)
     with one_line(ValueError):
-        json_file.write(options.json, rows)
+        json_file.write(options.json, json_file.about(torch.device("cpu"), "articles") | {"claims": rows})
     return int(any(one["verdict"] == report.ERROR for one in rows))
 
 
