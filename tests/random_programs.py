@@ -1,7 +1,7 @@
 """Random training programs: all stages and engines on 1 to 4 ranks, compared with one process in float64.
 
     PYTHONPATH=. python tests/random_programs.py --first 0 --count 200           draw and run 200 programs
-    PYTHONPATH=. python tests/random_programs.py --first 17 --count 1 --print    the program of seed 17, as Python text
+    PYTHONPATH=. python tests/random_programs.py --first 17 --count 1 --print    the program of seed 17, as a script
 
 A seed gives a `Program`: a model (random_models.py), options of an engine, and a list of operations. Each rank runs the
 operations twice, with the engine on its own batches and with plain torch on the batches of all ranks. A program is
@@ -15,7 +15,7 @@ documentation lists may end a program: see `DOCUMENTED`.
 import argparse
 import dataclasses
 import functools
-import math
+import pprint
 import random
 import re
 import shutil
@@ -46,7 +46,7 @@ SUBJECTS = CHAPTERS | ENGINES
 
 @dataclass(frozen=True)
 class Program:
-    """A model, a stage or an engine with its options, and operations: see `Run`."""
+    """A model, a stage or an engine with its options, and operations: (a method of `Run`, *its arguments) each."""
 
     subject: str
     ranks: int
@@ -70,19 +70,6 @@ class Program:
         return 1e-4 if "param_dtype" in self.options else 1e-10
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A method of `Run` by its name in OPERATIONS, and the method's arguments."""
-
-    name: str
-    arguments: tuple
-    options: dict
-
-
-def call(name, *arguments, **options):
-    return Operation(name, arguments, options)
-
-
 # What is documented.
 
 # Errors where plain torch raises none: {a part of the message: what is documented}.
@@ -103,6 +90,8 @@ def does_not_fit(program):
     if some_unused and not options.get("find_unused"):
         return "without find_unused=True every backward must reach every trained parameter"
     clamps = any(part.clamps for part in parts)
+    if options.get("group") and program.ranks % 2:
+        return "two replicas have half of the ranks each"
     if clamps and options.keys() & {"offload_policy", "param_dtype"}:
         return "with offload_policy or param_dtype the next step overwrites what a forward writes to weights"
     if clamps and options.keys() & {"reshard_after_forward", "reshard_after_backward", "units"}:
@@ -117,12 +106,12 @@ def does_not_fit(program):
     return ""
 
 
-def skipped(run, operation):
+def skipped(run, name, arguments):
     """Why this operation is not supported at this point of a program; "" if it is."""
-    program, name = run.program, operation.name
-    if name == "backward" and any(graph not in run.graphs for graph in operation.arguments):
-        return "there is no such graph, as in a program that was made smaller"
-    if name in ("step", "reduce", "change", "clip_norm", "clip_value"):
+    program = run.program
+    if name == "backward" and not run.graphs:
+        return "there was no forward"
+    if name in ("update", "step", "reduce", "change", "clip_norm", "clip_value"):
         if not run.backwards:
             return "no gradient: an error in all stages except zero1.py"
         if run.quiet:
@@ -132,16 +121,14 @@ def skipped(run, operation):
     if name == "fail" and program.stage == "zero2" and any(part.kind == "experts" for part in program.model.parts):
         return "ranks that use different parameters have sent different buckets when an error stops a backward"
     turned = any(part.kind == "turned" for part in program.model.parts)
-    if turned and (name == "clip_value" or name == "clip_norm" and math.inf in operation.arguments):
+    if turned and (name == "clip_value" or name == "clip_norm" and "inf" in arguments):
         return "torch cannot clip complex gradients by value, and has no infinity norm of empty gradients"
-    if program.chapter and name in ("clip_value", "checkpoint", "load"):
-        return "a chapter has no such method"
     if program.subject in ("zero2.py", "zero3.py") and name == "clip_norm":
         return "not detected in zero2.py and zero3.py: torch's clip_grad_norm_ finds no gradients"
     if program.subject == "zero1.py" and run.reduced and name == "backward":
         return "not detected in zero1.py: a backward after your own reduce_gradients()"
     in_between = run.graphs and name in ("forward", "evaluate", "input_gradient", "fail")
-    if program.subject == "zero3.py" and recomputes_root(program) and (in_between or "retain" in operation.options):
+    if program.subject == "zero3.py" and recomputes_root(program) and (in_between or "retain" in arguments):
         return "not detected in zero3.py: another forward or backward before one that runs a part of the root again"
     if program.subject == "zero3.py" and name == "input_gradient" and run.backwards:
         return "not detected in zero3.py: torch.autograd.grad between backward and step()"
@@ -197,7 +184,7 @@ def make_optimizer(program, network):
 class Run:
     """One rank's run of a program. Each operation is a method, and changes both sides.
 
-    graphs     {name: ([the loss of each rank in plain torch], this rank's loss of the engine)}
+    graphs     of each forward, the oldest first: ([each loss of plain torch], this rank's loss of the engine)
     backwards  how many backwards there were since `zero_grad()`
     quiet      whether the last one ran under `no_sync()`
     reduced    whether `reduce_gradients()` came after the last one
@@ -208,7 +195,7 @@ class Run:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.plain = make_network(program.model)
         self.plain_optimizer = make_optimizer(program, self.plain)
-        self.graphs = {}
+        self.graphs = []
         self.backwards, self.quiet, self.reduced = 0, False, False
         self.engine = self.build(program.subject, program.options)
 
@@ -239,22 +226,29 @@ class Run:
             self.graphs.clear()
         return expected is None
 
-    def forward(self, graph, number):
+    def forward(self, number):
         losses = [loss_of(self.plain, number, rank) for rank in range(self.ranks)]
         loss = loss_of(self.engine, number, self.rank)
-        same(loss.detach(), losses[self.rank].detach(), self.program.tolerance, f"the loss of forward {graph}")
-        self.graphs[graph] = losses, loss
+        same(loss.detach(), losses[self.rank].detach(), self.program.tolerance, f"the loss of batch {number}")
+        self.graphs = [*self.graphs[-2:], (losses, loss)]
 
-    def backward(self, *graphs, quiet=False, retain=False, thread=False):
-        """One backward of the sum of some losses."""
-        all_losses = [self.graphs[graph] if retain else self.graphs.pop(graph) for graph in graphs]
+    def backward(self, which, how):
+        """One backward of the sum of some losses: the newest one (-1), the oldest one (1) or the two oldest ones (2).
+
+        how     "", "retain" the graph, in a "thread", or "quiet": under `no_sync()`
+        """
+        retain, thread, quiet = how == "retain", how == "thread", how == "quiet"
+        first, last = self.graphs[:which], self.graphs[which:]
+        chosen, rest = (first, last) if which > 0 else (last, first)
+        if not retain:
+            self.graphs = rest
 
         def expected():
             for rank in range(self.ranks):
-                sum(losses[rank] for losses, _ in all_losses).div(self.ranks).backward(retain_graph=retain)
+                sum(losses[rank] for losses, _ in chosen).div(self.ranks).backward(retain_graph=retain)
 
         def found():
-            loss = sum(loss for _, loss in all_losses)
+            loss = sum(loss for _, loss in chosen)
             with self.engine.no_sync() if quiet else nullcontext():
                 if thread:
                     with ThreadPoolExecutor(1) as executor:
@@ -274,7 +268,7 @@ class Run:
             gradients += torch.autograd.grad(loss_of(network, number, self.rank, shift), [shift])
         same(gradients[1], gradients[0], self.program.tolerance, "the gradient of the inputs")
 
-    def evaluate(self, number, train=True):
+    def evaluate(self, number, train):
         self.plain.train(train)
         self.engine.model.train(train)
         with torch.no_grad():
@@ -325,6 +319,7 @@ class Run:
 
     def clip_norm(self, max_norm, norm_type):
         torch_clip = torch.nn.utils.clip_grad_norm_
+        norm_type = float(norm_type)
         expected = torch_clip(self.plain.parameters(), max_norm, norm_type)
         if self.program.chapter:  # zero1.py: after `reduce_gradients()` every `param.grad` is the mean
             self.engine.reduce_gradients()
@@ -348,6 +343,12 @@ class Run:
         if self.program.stage == "zero3":
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             assert storage_bytes(trained) == 0, "parameters are gathered after step()"
+
+    def update(self):
+        """The usual end of a step of training."""
+        self.step()
+        self.zero_grad()
+        self.graphs.clear()
 
     def zero_grad(self):
         self.plain_optimizer.zero_grad()
@@ -373,7 +374,7 @@ class Run:
         self.plain.load_state_dict(state)
         self.engine.load_full_state_dict(state)
 
-    def checkpoint(self, subject, ranks, background=False):
+    def checkpoint(self, subject, ranks, background):
         """Save, load and save with another stage on the first ranks, and go on with a new engine, built differently."""
         self.zero_grad()
         self.graphs.clear()
@@ -400,35 +401,13 @@ class Run:
                 shutil.rmtree(folder)
 
 
-OPERATIONS = {
-    method.__name__: method
-    for method in (
-        Run.forward,
-        Run.backward,
-        Run.input_gradient,
-        Run.evaluate,
-        Run.fail,
-        Run.reduce,
-        Run.change,
-        Run.clip_norm,
-        Run.clip_value,
-        Run.step,
-        Run.zero_grad,
-        Run.rate,
-        Run.check_weights,
-        Run.load,
-        Run.checkpoint,
-    )
-}
-
-
 def run_on_rank(program):
     """Run the program. Returns "" or the documented error that ended it."""
     try:
         run = Run(program)
-        for operation in program.operations:
-            if not skipped(run, operation):
-                OPERATIONS[operation.name](run, *operation.arguments, **operation.options)
+        for name, *arguments in program.operations:
+            if not skipped(run, name, arguments):
+                getattr(run, name)(*arguments)
         run.check_weights()
     except (RuntimeError, ValueError) as error:
         for text, place in DOCUMENTED.items():
@@ -438,7 +417,55 @@ def run_on_rank(program):
     return ""
 
 
-# Drawing, running and shortening.
+# Drawing.
+
+# {a field or an option: (how often it has another value than the usual one, *the other values)}
+PART = {
+    "kind": (0.9, *LAYERS),
+    "frozen": (0.2, "first", "whole"),
+    "recomputed": (0.3, "whole", "inside"),
+    "returns": (0.25, "dictionary", "dataclass"),
+    "side_loss": (0.25, "kept", "recomputed"),
+    "calls": (0.15, 2),
+    "skipped": (0.1, True),
+    "clamps": (0.03, True),
+    "state_hook": (0.04, True),
+}
+MODEL = dict.fromkeys(["tied", "recomputed_head", "frozen_start", "in_pairs"], (0.15, True))
+OPTIONS_OF_BUCKETS = {"bucket_mb": (0.3, 0, 0.001, 0.01)}
+OPTIONS_OF_UNITS = {"units": (0.3, (0,), (0, 2), (1, 2)), "prefetch": (0.3, 0, 2, 3)}
+OPTIONS_OF_ENGINES = {
+    "find_unused": (0.3, True),
+    "reduce_dtype": (0.3, torch.float64),
+    "param_dtype": (0.2, torch.float32),
+    "offload_policy": (0.3, True),
+    "group": (0.3, "replicas"),
+}
+OPTIONS_OF_ZERO3 = dict.fromkeys(["reshard_after_forward", "reshard_after_backward"], (0.3, False))
+OPTIONS_OF_ZERO3 |= {"meta": (0.3, True)}
+
+# {a method of `Run`: (how often, *the values of each argument)}.
+OPERATIONS = {
+    "forward": (6, range(10)),
+    "backward": (6, [-1, 1, 2], ["", "", "", "retain", "thread"]),
+    "update": (2.5,),
+    "step": (0.5,),
+    "zero_grad": (0.5,),
+    "reduce": (0.5,),
+    "change": (0.5, [0.5, 3.0]),
+    "clip_norm": (0.5, [0.01, 100.0], [2.0, 2.0, 1.0, "inf", 0.0]),
+    "evaluate": (0.4, range(10), [True, True, False]),
+    "input_gradient": (0.2, range(10)),
+    "check_weights": (0.2,),
+    "rate": (0.2, [0.5]),
+    "fail": (0.2, range(10), range(4), ["forward", "backward"]),
+}
+OPERATIONS_OF_ENGINES = {
+    "backward": (6, [-1, 1, 2], ["", "", "", "retain", "thread", "quiet", "quiet"]),
+    "clip_value": (0.5, [0.01]),
+    "load": (0.2, [0.9]),
+    "checkpoint": (0.2, list(ENGINES), range(1, 5), [True, False, False]),
+}
 
 
 def ranks_of(seed):
@@ -448,114 +475,30 @@ def ranks_of(seed):
 def draw(seed):
     """The program of a seed."""
     dice = random.Random(seed)
-    subject = list(SUBJECTS)[seed % 6]
-    ranks = ranks_of(seed)
-    while True:
-        program = Program(
-            subject,
-            ranks,
-            draw_model(dice),
-            draw_options(dice, subject, ranks),
-            dice.choice(["sgd", "adamw"]),
-            subject in ENGINES and dice.random() < 0.3,
-        )
-        if not does_not_fit(program):
-            return dataclasses.replace(program, operations=tuple(draw_operations(dice, subject)))
-
-
-def draw_model(dice):
-    def rarely(value, usual, odds=0.15):
-        return value if dice.random() < odds else usual
-
-    parts = []
-    for _ in range(dice.randint(1, 4)):
-        parts.append(
-            Part(
-                kind=dice.choice([*LAYERS, "linear"]),
-                frozen=rarely(dice.choice(["first", "whole"]), "", 0.2),
-                recomputed=rarely(dice.choice(["whole", "inside"]), "", 0.3),
-                returns=rarely(dice.choice(["dictionary", "dataclass"]), "tensor", 0.25),
-                side_loss=rarely(dice.choice(["kept", "recomputed"]), "", 0.25),
-                calls=rarely(2, 1),
-                skipped=rarely(True, False, 0.1),
-                clamps=rarely(True, False, 0.03),
-                state_hook=rarely(True, False, 0.04),
-            )
-        )
-    return Model(tuple(parts), *[rarely(True, False) for _ in range(4)])
-
-
-def draw_options(dice, subject, ranks):
-    choices = {"bucket_mb": [0, 0.001, 0.01]}
-    if subject in ("zero3", "zero3.py"):
-        choices = {"units": [(0,), (0, 2), (1, 2)], "prefetch": [0, 2, 3]}
+    subject, ranks = list(SUBJECTS)[seed % 6], ranks_of(seed)
+    options = OPTIONS_OF_UNITS if subject.startswith("zero3") else OPTIONS_OF_BUCKETS
+    operations = OPERATIONS
     if subject in ENGINES:
-        choices |= {"find_unused": [True], "reduce_dtype": [torch.float64], "offload_policy": [True]}
-        if ranks % 2 == 0:
-            choices["group"] = ["replicas"]
-    if subject == "zero3":
-        choices |= {"reshard_after_forward": [False], "reshard_after_backward": [False], "meta": [True]}
-    options = {name: dice.choice(values) for name, values in choices.items() if dice.random() < 0.3}
-    if subject in ENGINES and dice.random() < 0.2:
-        options["param_dtype"] = torch.float32
-    return options
+        options = options | OPTIONS_OF_ENGINES | (OPTIONS_OF_ZERO3 if subject == "zero3" else {})
+        operations = operations | OPERATIONS_OF_ENGINES
+    while True:
+        parts = tuple(Part(**draw_values(dice, PART)) for _ in range(dice.randint(1, 4)))
+        model = Model(parts, **draw_values(dice, MODEL))
+        groups = subject in ENGINES and dice.random() < 0.3
+        program = Program(subject, ranks, model, draw_values(dice, options), dice.choice(["sgd", "adamw"]), groups)
+        if not does_not_fit(program):
+            break
+    odds = [often for often, *_ in operations.values()]
+    names = dice.choices(list(operations), odds, k=dice.randint(3, 36))
+    drawn = tuple((name, *map(dice.choice, operations[name][1:])) for name in names)
+    return dataclasses.replace(program, operations=drawn)
 
 
-def draw_operations(dice, subject):
-    """Mostly steps of training, with everything else in between."""
-    waiting = []  # graphs that had no backward
-    names = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    engine = subject in ENGINES
-    for _ in range(dice.randint(2, 25)):
-        kind = dice.choices(
-            ["forward", "backward", "end", "gradients", "other", "rare"], [6, 6, 3, 2, 1, 0.7 if engine else 0.3]
-        )[0]
-        number = dice.randint(0, 9)
-        if kind == "forward" and len(waiting) < 3:
-            waiting.append(next(names))
-            yield call("forward", waiting[-1], number)
-        elif kind == "backward" and waiting:
-            graphs = dice.sample(waiting, min(len(waiting), dice.choice([1, 1, 2])))
-            how = dice.choice(["", "", "", "retain", "thread"] + ["quiet"] * 2 * engine)
-            if how != "retain":
-                waiting = [graph for graph in waiting if graph not in graphs]
-            yield call("backward", *graphs, **({how: True} if how else {}))
-        elif kind == "end":
-            yield call("step")
-            if dice.random() < 0.9:
-                yield call("zero_grad")
-            if dice.random() < 0.9:
-                waiting = []
-        elif kind == "gradients":
-            changes = [call("reduce"), call("change", dice.choice([0.5, 3.0]))]
-            if engine or subject == "zero1.py":
-                changes.append(
-                    call(
-                        "clip_norm",
-                        dice.choice([0.01, 100.0]),
-                        dice.choice([2.0, 2.0, 2.0, 1.0, 1.0, math.inf, math.inf, 0.0]),
-                    )
-                )
-                changes.append(call("clip_value", 0.01))
-            yield dice.choice(changes)
-        elif kind == "other":
-            yield dice.choice(
-                [
-                    call("evaluate", number, train=dice.random() < 0.5),
-                    call("evaluate", number),
-                    call("input_gradient", number),
-                    call("check_weights"),
-                    call("rate", 0.5),
-                ]
-            )
-        elif kind == "rare":
-            rare = [call("fail", number, dice.randint(0, 3), dice.choice(["forward", "backward"])), call("zero_grad")]
-            if engine:
-                rare.append(call("load", 0.9))
-                rare.append(
-                    call("checkpoint", dice.choice(list(ENGINES)), dice.randint(1, 4), background=dice.random() < 0.3)
-                )
-            yield dice.choice(rare)
+def draw_values(dice, table):
+    return {name: dice.choice(values) for name, (often, *values) in table.items() if dice.random() < often}
+
+
+# Running and shortening.
 
 
 def failure_of(program):
@@ -572,7 +515,7 @@ def failure_of(program):
 def kind_of(failure):
     """The last line of a failure without its numbers and names, to tell one failure from another."""
     last = failure.strip().splitlines()[-1]
-    return re.sub(r"[\d.e+-]+|'.*?'|forward \w", "", last)[:60]
+    return re.sub(r"[\d.e+-]+|'.*?'", "", last)[:60]
 
 
 def shorten(program, failure, seconds, run=failure_of):
@@ -596,83 +539,42 @@ def shorten(program, failure, seconds, run=failure_of):
 def smaller_programs(program):
     """Programs with one thing less, the largest things first."""
     replace = dataclasses.replace
-    operations = program.operations
+    operations, options = program.operations, program.options
     for ranks in range(1, program.ranks):  # fewer ranks also start faster
-        if "group" not in program.options or ranks % 2 == 0:
-            yield replace(program, ranks=ranks)
+        yield replace(program, ranks=ranks)
     for size in (8, 4, 2, 1):
         for begin in range(0, len(operations), size):
             yield replace(program, operations=operations[:begin] + operations[begin + size :])
-    model = program.model
-    for index, part in enumerate(model.parts):
-        yield replace(program, model=replace(model, parts=model.parts[:index] + model.parts[index + 1 :]))
-        for each in fields_that_differ(part):
-            plainer = replace(part, **{each.name: each.default})
-            yield replace(
-                program, model=replace(model, parts=(*model.parts[:index], plainer, *model.parts[index + 1 :]))
-            )
-    for each in fields_that_differ(model):
-        if each.name != "parts":
-            yield replace(program, model=replace(model, **{each.name: each.default}))
-    for name in program.options:
-        yield replace(program, options={other: value for other, value in program.options.items() if other != name})
-    if program.groups:
-        yield replace(program, groups=False)
-    if program.optimizer != "sgd":
-        yield replace(program, optimizer="sgd")
-    for index, operation in enumerate(operations):
-        for name in operation.options:
-            options = {other: value for other, value in operation.options.items() if other != name}
-            simpler = replace(operation, options=options)
-            yield replace(program, operations=(*operations[:index], simpler, *operations[index + 1 :]))
+    yield from with_one_default(program)
+    for name in options:
+        yield replace(program, options={other: value for other, value in options.items() if other != name})
+    models = list(with_one_default(program.model))
+    parts = program.model.parts
+    for index, part in enumerate(parts):
+        for fewer in ((), *((plainer,) for plainer in with_one_default(part))):
+            models.append(replace(program.model, parts=parts[:index] + fewer + parts[index + 1 :]))
+    for model in models:
+        yield replace(program, model=model)
 
 
-# Printing.
-
-
-def fields_that_differ(value):
-    """The fields of a dataclass that do not have their default."""
-    return [each for each in dataclasses.fields(value) if getattr(value, each.name) != default_of(each)]
-
-
-def default_of(each):
-    return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-
-
-def as_text(value):
-    """Python text of a part, a model or an operation, without the fields that have their default."""
-    if isinstance(value, Operation):
-        arguments = [*map(repr, value.arguments), *(f"{name}={each!r}" for name, each in value.options.items())]
-        return f"call({', '.join([repr(value.name), *arguments])})"
-    if dataclasses.is_dataclass(value):
-        arguments = [f"{each.name}={as_text(getattr(value, each.name))}" for each in fields_that_differ(value)]
-        return f"{type(value).__name__}({', '.join(arguments)})"
-    if isinstance(value, tuple):
-        return f"({''.join(as_text(each) + ', ' for each in value).rstrip(' ')})"
-    return repr(value)
+def with_one_default(value):
+    """Copies of a dataclass, each with the default of another field."""
+    for each in dataclasses.fields(value):
+        if each.default not in (dataclasses.MISSING, getattr(value, each.name)):
+            yield dataclasses.replace(value, **{each.name: each.default})
 
 
 def as_script(program):
     """A program that can be saved in a file and run."""
-    lines = [f"    {each.name}={as_text(getattr(program, each.name))}," for each in fields_that_differ(program)[:-1]]
-    operations = [f"        {as_text(operation)}," for operation in program.operations]
-    return "\n".join(
-        [
-            "# Save this as program.py, and run: PYTHONPATH=.:tests python program.py",
-            "from math import inf",
-            "import torch",
-            "from random_programs import Model, Part, Program, call, check",
-            "",
-            "program = Program(",
-            *lines,
-            "    operations=(",
-            *operations,
-            "    ),",
-            ")",
-            'if __name__ == "__main__":',
-            "    check(program)",
-        ]
-    )
+    return f"""\
+# Save this as program.py, and run: PYTHONPATH=.:tests python program.py
+import torch
+from random_programs import Model, Part, Program, check
+
+program = {pprint.pformat(program)}
+if __name__ == "__main__":
+    check(program)
+"""
 
 
 def check(program):
