@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from conformance.pair import Pair
+from conformance.subjects import subject
 from helpers import (
     Dtypes,
-    Pair,
     Recomputed,
     Tied,
     concatenated,
@@ -53,11 +54,11 @@ def mse_on_gpu(model, inputs, targets):
 
 def pair(stage, model, **options):
     """The stage, and plain torch in one process on the batches of all ranks. In float64, on this rank's GPU."""
-    return Pair(STAGES[stage], seeded(MODELS[model]).cuda(), **options)
+    return Pair(subject(stage), seeded(MODELS[model]).cuda(), loss=mse_on_gpu, **options)
 
 
 def equals_one_process(stage, model, options):
-    pair(stage, model, **options).train(loss=mse_on_gpu)
+    pair(stage, model, **options).train()
 
 
 def equals_ddp_and_fsdp2(stage, options):
@@ -119,9 +120,9 @@ def gpt_batch(step):
 def clipping_takes_the_norm_of_the_whole_model(stage, norm_type):
     both = pair(stage, "Tied")
     for step in range(3):
-        both.backward(step, mse_on_gpu)
+        both.backward(step)
         expected = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05, norm_type)
-        same(both.engine.clip_grad_norm_(0.05, norm_type), expected, both.tolerance, "the norm")
+        same(both.trained.clip_grad_norm_(0.05, norm_type), expected, both.tolerance, "the norm")
         both.step()
     both.check_weights()
 
@@ -132,14 +133,14 @@ def an_overflow_on_one_rank_skips_the_step_on_all(stage, options):
     for step in range(3):
         if step != 1:
             mse_on_gpu(both.plain, *concatenated(step, both.ranks)).backward()
-            both.optimizers[0].step()
-        both.optimizers[0].zero_grad()
+            both.optimizer.step()
+        both.optimizer.zero_grad()
         overflows = step == 1 and dist.get_rank() == 0
-        loss = mse_on_gpu(both.engine, *own_batch(step)) * (math.inf if overflows else 1.0)
+        loss = mse_on_gpu(both.trained, *own_batch(step)) * (math.inf if overflows else 1.0)
         scaler.scale(loss).backward()
-        scaler.step(both.engine)
+        scaler.step(both.trained)
         scaler.update()
-        both.engine.zero_grad()
+        both.trained.zero_grad()
         assert scaler.get_scale() == (2.0**8 if step == 0 else 2.0**7), (step, scaler.get_scale())
     both.check_weights()
 

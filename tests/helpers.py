@@ -283,54 +283,6 @@ EXACT = 1e-12  # float64 rounds at 1e-16. The order of sums differs between one 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
-class Pair:
-    """A stage on all ranks, and plain torch in one process on the concatenated batch. Both start with equal weights.
-
-    Every rank runs the plain side too, so that it can compare.
-    """
-
-    def __init__(self, stage, model, make_optimizer=MOMENTUM, tolerance=EXACT, schedule=None, ranks=None, **options):
-        self.ranks = ranks or range(dist.get_world_size())
-        self.tolerance = tolerance
-        self.plain = copy.deepcopy(model)
-        mine = different_on_ranks(model)
-        self.optimizers = [make_optimizer(self.plain.parameters()), make_optimizer(mine.parameters())]
-        before, after = schedule or (None, None)
-        self.schedulers = [before(optimizer) for optimizer in self.optimizers] if before else []
-        self.engine = stage(mine, self.optimizers[1], **options)
-        self.schedulers += [after(optimizer) for optimizer in self.optimizers] if after else []
-        self.group = options.get("group")
-
-    def backward(self, step, loss=mse):
-        """Run forward and backward of both on the batches of this step, and check that the losses are equal."""
-        expected = loss(self.plain, *concatenated(step, self.ranks))
-        expected.backward()
-        found = loss(self.engine, *own_batch(step))
-        found.backward()
-        mean = found.detach().clone()
-        dist.all_reduce(mean, group=self.group)
-        same(mean / len(self.ranks), expected.detach(), self.tolerance, f"mean of the ranks' losses in step {step}")
-
-    def step(self):
-        self.optimizers[0].step()
-        self.optimizers[0].zero_grad(set_to_none=False)  # an unused parameter keeps a gradient of zero
-        self.engine.step()
-        self.engine.zero_grad()
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-    def train(self, steps=3, loss=mse):
-        for step in range(steps):
-            self.backward(step, loss)
-            self.step()
-        self.check_weights()
-
-    def check_weights(self):
-        names = dict(self.plain.named_parameters())
-        for (name, found), expected in zip(whole_weights(self.engine).items(), names.values()):
-            same(found, expected.detach(), self.tolerance, f"the weight {name}")
-
-
 def whole_weights(engine):
     """{name: a copy of the whole parameter} of a stage, on every rank. All ranks call it."""
     units = getattr(engine, "units", [])

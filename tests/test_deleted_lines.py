@@ -13,11 +13,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from conformance.pair import Pair
 from helpers import (
     MOMENTUM,
     Blocks,
     Normed,
-    Pair,
     PartlyRecomputed,
     Recorder,
     SideLoss,
@@ -50,7 +50,7 @@ def build(stage, make=Blocks, make_optimizer=MOMENTUM, **options):
 def differs(pair):
     """Whether the weights of a Pair differ by more than rounding on some rank."""
     expected = dict(pair.plain.named_parameters())
-    apart = [(found - expected[name]).abs().max() for name, found in whole_weights(pair.engine).items()]
+    apart = [(found - expected[name]).abs().max() for name, found in whole_weights(pair.trained).items()]
     worst = torch.stack(apart).max().nan_to_num(1.0).reshape(1)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item() > 1e-6
@@ -61,7 +61,7 @@ def train_both(pair, steps=3, loss=mse):
     for step in range(steps):
         for rank in pair.ranks:
             (loss(pair.plain, *batch(step, rank)) / len(pair.ranks)).backward()
-        loss(pair.engine, *own_batch(step)).backward()
+        loss(pair.trained, *own_batch(step)).backward()
         pair.step()
 
 
@@ -101,19 +101,19 @@ def reads_too_early(stage, **options):
     pair = Pair(stage, seeded(Blocks), **options)
     for each in range(2):
         mse(pair.plain, *batch(0, each)).backward()
-    loss = mse(pair.engine, *own_batch(0))
+    loss = mse(pair.trained, *own_batch(0))
     if dist.get_rank() == 1:
         time.sleep(0.5)
     loss.backward()
-    pair.engine.reduce_gradients()
-    early = [bucket.shard.grad.clone() for bucket in pair.engine.buckets]
+    pair.trained.reduce_gradients()
+    early = [bucket.shard.grad.clone() for bucket in pair.trained.buckets]
     dist.barrier()
     right = Pair(seen_right(stage), seeded(Blocks), **options)
-    mse(right.engine, *own_batch(0)).backward()
-    right.engine.reduce_gradients()
+    mse(right.trained, *own_batch(0)).backward()
+    right.trained.reduce_gradients()
     if dist.get_rank() == 0:
         assert any(
-            not torch.allclose(found, bucket.shard.grad) for found, bucket in zip(early, right.engine.buckets)
+            not torch.allclose(found, bucket.shard.grad) for found, bucket in zip(early, right.trained.buckets)
         ), "the gradients were there already"
     dist.barrier()
 
@@ -185,9 +185,9 @@ def two_steps_without_zero_grad(stage, **options):
     for step in range(2):
         for rank in range(2):
             (mse(pair.plain, *batch(step, rank)) / 2).backward()
-        mse(pair.engine, *own_batch(step)).backward()
+        mse(pair.trained, *own_batch(step)).backward()
         pair.optimizers[0].step()
-        pair.engine.step()
+        pair.trained.step()
     assert differs(pair), "the second step was reduced"
 
 
@@ -211,7 +211,7 @@ def a_model_of_pieces(stage, **options):
         dist.broadcast(of_rank_0, 0)
         assert torch.equal(weight, of_rank_0)
     pair = Pair(stage, seeded(Blocks, seed=0))
-    pair.engine = engine
+    pair.trained = engine
     for rank in range(2):
         (mse(pair.plain, *batch(0, rank)) / 2).backward()
     pair.optimizers[0].step()
@@ -225,11 +225,11 @@ def adds_an_aborted_bucket(stage, **options):
     def stumble(gradient):
         raise KeyError("stumble")
 
-    x = pair.engine.model.embedding.weight
+    x = pair.trained.model.embedding.weight
     handle = x.register_hook(stumble)
-    raised_on_every_rank(KeyError, "stumble", mse(pair.engine, *own_batch(7)).backward)
+    raised_on_every_rank(KeyError, "stumble", mse(pair.trained, *own_batch(7)).backward)
     handle.remove()
-    pair.engine.zero_grad()
+    pair.trained.zero_grad()
     train_both(pair, 1)
     assert differs(pair), "it trains correctly"
 
@@ -330,11 +330,11 @@ def stale_root(stage, **options):
     pair = Pair(stage, seeded(Blocks), **options)
     for rank in range(2):
         (mse(pair.plain, *batch(0, rank)) / 2).backward()
-    mse(pair.engine, *own_batch(0)).backward()
-    pair.engine(own_batch(1)[0])
+    mse(pair.trained, *own_batch(0)).backward()
+    pair.trained(own_batch(1)[0])
     pair.step()
     tokens = own_batch(2)[0]
-    assert not torch.allclose(pair.engine(tokens), pair.plain(tokens)), "the weights are new"
+    assert not torch.allclose(pair.trained(tokens), pair.plain(tokens)), "the weights are new"
 
 
 def exp_is_never_freed(stage, **options):

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from helpers import EXACT, MOMENTUM, batch, different_on_ranks, mse, same
 from torch.distributed.device_mesh import DeviceMesh
 
+from conformance.subjects import of_class
+
 
 class Pair:
     """`trained` is the engine under test, with a copy of `model`. `plain` is the model itself. Both start equal.
@@ -15,6 +17,7 @@ class Pair:
     Every rank runs the plain side too, so that it can compare. The plain side adds up the gradients of the ranks'
     losses, each divided by N, so a loss may be any function `loss(model, *batch)` of a model or an engine.
 
+    engine          a `Subject`, or the class of a chapter
     make_optimizer  called with the parameters, or with `groups(model)`
     data            `data(step, rank)` is a tuple, different in every step and on every rank
     ranks           the ranks that train together. Default: all
@@ -35,6 +38,7 @@ class Pair:
         start=None,
         **options,
     ):
+        engine = of_class(engine) if isinstance(engine, type) else engine
         self.engine, self.data, self.loss, self.tolerance = engine, data, loss, tolerance
         group = options.get("group")
         self.group = None if isinstance(group, DeviceMesh) else group
@@ -135,4 +139,4 @@ class Pair:
     def check_weights(self):
         found = self.engine.weights(self.trained)
         for name, expected in self.plain.named_parameters():
-            same(found[name], expected.detach(), self.tolerance, f"the weight {name}")
+            same(found[name].to(expected.device), expected.detach(), self.tolerance, f"the weight {name}")

@@ -244,6 +244,7 @@ def test_optimizers_that_treat_each_element_by_itself(engine, optimizer):
     Pair(engine, seeded(Tied), OPTIMIZERS[optimizer], tolerance=1e-10).train(5)
 
 
+@pytest.mark.chapters
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_schedulers_built_before_or_after_the_engine(engine, when):
     """The engine keeps the optimizer, so a scheduler keeps changing its learning rate."""

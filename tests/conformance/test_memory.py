@@ -157,7 +157,7 @@ def peak_by_formula(stage, psi, n, bucket, root, head):
 def peak_of(engine, **options):
     """The engine, and the most bytes that were alive at an operation of its second step."""
     model = seeded(Wide, 256, dtype=torch.float32)
-    if engine.like != "zero3":
+    if engine.like in ("zero1", "zero2"):
         options["bucket_mb"] = 0  # a layer is a bucket
     with Recorder(model.parameters()) as recorder:
         trained = engine(model, FUSED(model.parameters()), **options)
@@ -171,6 +171,7 @@ def peak_of(engine, **options):
 
 @pytest.mark.ranks(2, thorough=(1, 4))
 @pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.chapters
 def test_peak_is_the_accounting(engine):
     """At no operation are more bytes alive than in the accounting and in the chapter, apart from activations."""
     trained, peak = peak_of(engine)
@@ -180,8 +181,19 @@ def test_peak_is_the_accounting(engine):
     if ranks > 1:
         expected = peak_by_formula(engine.like, psi, ranks, unit, root, head)
         assert expected - unit / 4 <= peak <= expected + 40_000, (expected, peak, (peak - expected) / unit)
+    if engine.chapter:
+        return
     _, of_chapter = peak_of(subject(f"{engine.like}.py"))
     assert of_chapter <= peak <= of_chapter + 4 * len(updated(trained)), "the engine needs more than its chapter"
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.chapters
+def test_peak_of_zero3_is_not_above_fsdp2s(engine):
+    """With the same units and prefetch ZeRO-3 needs no more memory than `fully_shard`."""
+    _, found = peak_of(engine)
+    _, of_fsdp2 = peak_of(subject("fsdp2"))
+    assert 0 < found <= of_fsdp2, (found, of_fsdp2)
 
 
 def gathered(model):
@@ -190,6 +202,7 @@ def gathered(model):
 
 @pytest.mark.ranks(2, thorough=(1, 3, 4))
 @pytest.mark.stages("zero3")
+@pytest.mark.chapters
 @pytest.mark.parametrize("model", ["Recomputed", "Blocks", "Tied"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_zero3_frees_what_it_gathers(engine, model, prefetch):

@@ -179,6 +179,7 @@ def test_what_is_shared_out_is_not_on_every_rank(engine):
 
 @pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.stages("zero3")
+@pytest.mark.chapters
 @pytest.mark.parametrize("model", MODELS)
 def test_zero3_gathers_the_next_unit_before_the_present_one_computes(engine, model):
     """In forward and in backward the gather is issued first, so that it is in flight while the unit computes."""
