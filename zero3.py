@@ -481,8 +481,8 @@ def check_allocated(unit):
 #     loss, returned, kept, by another module, or by a forward hook that you register after the build;
 #   - a unit that calls itself, because the inner call frees it;
 #   - a reentrant checkpoint;
-#   - a checkpoint around a part of the root (such as the head), if an evaluation, or the backward of another forward,
-#     comes between its forward and its backward, because each of these frees the root;
+#   - a checkpoint around a part of the root (such as the head), if an evaluation, a step, or the backward of another
+#     forward comes between its forward and its backward, because each of these frees the root;
 #   - a checkpoint inside a unit, if it recomputes a loss that was added after the unit's output was made, or if the
 #     output is a dataclass, in which `watch_output` finds no tensors;
 #   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).

@@ -127,9 +127,9 @@ def skipped(run, name, arguments):
         return "not detected in zero2.py and zero3.py: torch's clip_grad_norm_ finds no gradients"
     if program.subject == "zero1.py" and run.reduced and name == "backward":
         return "not detected in zero1.py: a backward after your own reduce_gradients()"
-    in_between = run.graphs and name in ("forward", "evaluate", "input_gradient", "fail")
+    in_between = run.graphs and name in ("forward", "evaluate", "input_gradient", "fail", "step")
     if program.subject == "zero3.py" and recomputes_root(program) and (in_between or "retain" in arguments):
-        return "not detected in zero3.py: another forward or backward before one that runs a part of the root again"
+        return "not detected in zero3.py: another pass or a step before a backward that runs a part of the root again"
     if program.subject == "zero3.py" and name == "input_gradient" and run.backwards:
         return "not detected in zero3.py: torch.autograd.grad between backward and step()"
     return ""
