@@ -3,7 +3,8 @@
 In data-parallel training (DDP) N processes train one model together. Each has the whole model and its own batch. They
 average their gradients, so all of them make the same update, and all of them keep the same optimizer state: N copies.
 Under ZeRO-1 a process owns 1/N of the parameters. It keeps the optimizer state for this part only and updates this part
-only. Then the processes exchange what they have updated.
+only. Then the processes exchange what they have updated. This is the first of three stages: ZeRO-2 (zero2.py) divides
+the gradients too, and ZeRO-3 (zero3.py) the parameters.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
@@ -13,19 +14,20 @@ only. Then the processes exchange what they have updated.
 If torch.distributed is new to you: `torchrun --nproc-per-node 2 zero1.py` starts this file twice. In environment
 variables it gives each process its number, the number of processes and an address to meet at. Each process is a
 **rank** with its own number, its own memory and, if there are enough, its own GPU. `init_process_group` connects them
-in a **process group**. They exchange tensors by **collectives**, calls that every rank must make, in the same order:
+in a **process group**. A tensor can be cut into N equal **shards**, one for each rank; a tensor that is not cut is
+**whole**. Ranks exchange tensors by **collectives**, calls that every rank must make, in the same order:
 
-                     rank 0 and rank 1 have     afterwards they have
-    all-reduce       1 2        3 4             4 6        4 6        the whole sum, on every rank
-    reduce-scatter   1 2        3 4             4          6          each rank its own shard of the sum
-    all-gather       1          2               1 2        1 2        the shards of all ranks, on every rank
-    broadcast        1 2        3 4             1 2        1 2        what rank 0 has
+                     before:  rank 0   rank 1       after:  rank 0   rank 1
+    all-reduce                1 2      3 4                  4 6      4 6        every rank gets the whole sum
+    reduce-scatter            1 2      3 4                  4        6          each rank gets its shard of the sum
+    all-gather                1        2                    1 2      1 2        every rank gets the shards of all ranks
+    broadcast                 1 2      3 4                  1 2      1 2        every rank gets what rank 0 has
 
-A shard is one of N equal parts. An all-reduce is a reduce-scatter and then an all-gather of the sum, so it sends twice
-as much as one of them. With `async_op=True` a collective only starts, and returns a `work`, so that the rank can
-compute meanwhile. `work.wait()` makes its result usable. With gloo, torch's library for CPUs, Python waits there until
-the data has come. With NCCL, the one for GPUs, Python continues, and only the GPU waits: the operations that are queued
-after the wait run after the collective.
+An all-reduce is a reduce-scatter and then an all-gather of the sum, so it sends twice as much as one of them. With
+`async_op=True` a collective only starts, and returns a `work`, so that the rank can compute meanwhile. `work.wait()`
+makes its result usable. With gloo, torch's library for CPUs, Python waits there until the data has come. With NCCL, the
+one for GPUs, Python continues, and only the GPU waits: the operations that are queued after the wait run after the
+collective.
 
 One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0 owns the first two weights:
 
@@ -36,8 +38,9 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
     4 update                     0.7  1.9  3.0  4.0       1.0  2.0  2.8  3.6      the other half is stale (old)
     5 gather                     0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6      one all-gather
 
-All chapters number the steps like this. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple
-GPUs: ZeRO & FSDP", class `ZeRO_1`.
+All chapters number the steps like this. Run it: torchrun --nproc-per-node 2 zero1.py. It trains a small model, and
+prints its losses, which are the same in all chapters, and what each rank holds. `--trace` prints each event of the last
+step. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_1`.
 """
 
 import argparse
@@ -51,7 +54,7 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function  # names a part of the step in profiles; computes nothing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# torch 2.13 renamed this collective. Every rank sends one shard and receives all of them.
+# Every rank sends one shard and receives all of them. (torch 2.13 renamed this collective.)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -60,16 +63,14 @@ class ZeRO1:
 
     optimizer   a torch optimizer over the model's parameters. From here on it updates this rank's shards, which replace
                 the parameters in its `param_groups`. A learning-rate scheduler on it keeps working.
-    bucket_mb   the size in MiB of a bucket, the parameters that are sent together: see `group_by_size`
+    bucket_mb   parameters are sent in buckets of at most this many MiB. Default: see `group_by_size`
     group       the process group, by default all ranks
 
     On all ranks: `loss_fn(engine(x), y).backward()`, then `engine.step()`, then `engine.zero_grad()`. Several backwards
     before a step add up.
 
     To clip, call `engine.reduce_gradients()` after backward. Then every rank has the whole mean in `param.grad`, so
-    `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`. To save, after `step()`: the model is whole
-    on every rank, so rank 0 saves `model.state_dict()`. Each rank saves its own `optimizer.state_dict()`, which fits
-    only the same number of ranks and the same buckets. (zerolab/engine/checkpoint has no such limit.)
+    `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -78,7 +79,7 @@ class ZeRO1:
         self.group = group
         self.check()
         self.world_size = dist.get_world_size(group)
-        with record_function("step 0 partition"), torch.no_grad():
+        with record_function("step 0 partition"), torch.no_grad():  # autograd must not record these copies
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
         self.zero_grad()
@@ -105,19 +106,20 @@ class ZeRO1:
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
         for bucket in self.buckets:
-            bucket.shard.grad = None  # it was used. The next `step()` reduces again, even without a `zero_grad()`
+            bucket.shard.grad = None  # it was used, so the next `step()` reduces again
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
 
         An all-reduce brings the whole mean to every rank, although the optimizer uses only 1/N of it. A reduce-scatter
-        would bring only this part, and send half as much: ZeRO-2 does that. What the all-reduce keeps simple is that
-        `param.grad` is afterwards what it is under DDP, so all code that reads or clips gradients still works. DDP
-        sends its gradients while backward computes the next ones. Here they are sent after backward, so that no hooks
-        are needed; chapter 2 has them.
+        would bring only this part, and send half as much: ZeRO-2 does that. In return `param.grad` is afterwards what
+        it is under DDP, so all code that reads or clips gradients still works.
+
+        DDP sends its gradients while backward computes the next ones. Here they are sent after backward, because that
+        needs no hooks (functions of ours that autograd would call during backward). Chapter 2 has them.
         """
         if self.buckets[0].shard.grad is not None:
-            return  # you called this before `step()`, and may have changed the gradients since
+            return  # they are reduced: you called this before `step()`, and may have clipped them since
         check_gradients(self.buckets)  # of all buckets, before anything is sent
         # All buckets are started before the first one is waited for. So the network always has the next one to send,
         # also while this rank divides the one that has arrived.
@@ -143,7 +145,8 @@ class ZeRO1:
             for param, grad in zip(bucket.params, bucket.grads):
                 param.grad = grad  # again, in case somebody has replaced it
 
-    # Step 0. The short ones are methods because zerolab/engine, which builds on this file, overrides them.
+    # Step 0, which runs only at the build. Methods of one line exist because zerolab/engine, which builds on the
+    # chapters, overrides them. Read through them.
 
     def check(self):
         check_model(self.model, self.group)
@@ -174,8 +177,8 @@ class ZeRO1:
 class Bucket:
     """Parameters laid end to end in one flat buffer, which is cut into N equal shards. Rank r owns shard r.
 
-    Say N = 4, everything begins at multiples of 4, and a to d have 15, 3, 9 and 3 elements. Then `offsets` are 0, 16,
-    20 and 32:
+    For N = 4 and parameters a to d with 15, 3, 9 and 3 elements. In float32 everything begins at a multiple of 4
+    elements, because these are 16 bytes (see `alignment`). So `offsets` are 0, 16, 20 and 32:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding, zeros)
@@ -185,12 +188,11 @@ class Bucket:
     more than others, and all would wait for them. The optimizer gets the shard as one flat tensor. So it must treat
     each element by itself, as SGD and AdamW do.
 
-    tensor      shape           memory                                             lives
-    flat        (numel,)        its own; every weight is a view of it              always (in ZeRO-3: while gathered)
-    shard       (shard_numel,)  a view of `flat` (in ZeRO-3: its own)              always
-    gradient    (numel,)        its own; every `param.grad` is a view of it        always, in ZeRO-1 only
-    shard.grad  (shard_numel,)  a view of `gradient` (in ZeRO-2 and -3: its own)   from step 3 to the end of `step()`
-                                                                                   (in ZeRO-2 and -3: to `zero_grad()`)
+    tensor      shape           memory                                       lives
+    flat        (numel,)        its own; every weight is a view of it        always
+    shard       (shard_numel,)  a view of `flat`                             always
+    gradient    (numel,)        its own; every `param.grad` is a view of it  always. ZeRO-2 and -3 do not have it
+    shard.grad  (shard_numel,)  a view of `gradient`                         from step 3 to the end of `step()`
     """
 
     def __init__(self, name, named_params, group):
@@ -213,12 +215,12 @@ class Bucket:
         for param in self.params:
             self.offsets.append(end)
             end += round_up(param.numel(), align)
-        largest = -(-max(end, 1) // self.world_size)  # end / N, rounded up, and never empty
-        self.shard_numel = round_up(largest, align)
+        shard = round_up(max(end, 1), self.world_size) // self.world_size  # at least one element
+        self.shard_numel = round_up(shard, align)
         self.numel = self.shard_numel * self.world_size
 
     def alignment(self):
-        """16 bytes, on a GPU 256, in elements. Kernels may round differently on memory that is not aligned.
+        """In elements: 16 bytes, on a GPU 256. An operation may round differently on memory that is not aligned.
 
         With aligned weights the losses on two ranks equal DDP's to the bit.
         """
@@ -230,10 +232,10 @@ class Bucket:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
         flat = self.lay_out(self.params, self.params[0].dtype)
         for index, param in enumerate(self.params):
-            # The same Parameter as before, in other memory: writing to `flat` now writes to the weights. Each tensor
-            # has a version, which autograd compares in backward to detect a weight that was changed after forward.
-            # `param.data = ...` keeps the parameter's own version, so writing to `flat`, as a gather does, is not
-            # noticed. (With `nn.Parameter(view)` the two would share one, and each gather would look like a change.)
+            # The same Parameter as before, in other memory: writing to `flat` now writes to the weight. Autograd does
+            # not see such writes, because a Parameter keeps its own version (a number that autograd compares in
+            # backward, to detect a weight that was changed after forward). ZeRO-3 needs that, because it gathers the
+            # same values again inside backward. Step 5 brings new values, and so it reports the change itself.
             param.data = self.place(flat, index)
         broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
@@ -280,8 +282,8 @@ def gather_parameters(buckets):
             works.append(bucket.gather())
     for bucket, work in zip(buckets, works):
         work.wait()
-        # Autograd cannot notice that these weights changed (see `flatten`). This makes it notice: a backward through a
-        # graph built before this step raises an error, as in plain PyTorch, and does not mix old and new weights.
+        # Autograd did not see that these weights changed (see `flatten`), so we report it. Then a backward through a
+        # graph that was built before this step raises an error, as in plain PyTorch. It would mix old and new weights.
         increment_version(bucket.params)
 
 
@@ -312,7 +314,7 @@ def group_by_size(model, bucket_mb):
 
 
 def broadcast_whole(tensors, group):
-    """Step 0: every rank gets rank 0's values of these tensors, except of those that require a gradient.
+    """Step 0: every rank gets rank 0's values of these tensors, except those that require a gradient.
 
     The trained parameters are skipped because they are sent later, bucket by bucket, as `flat`.
     """
@@ -322,7 +324,8 @@ def broadcast_whole(tensors, group):
             as_bytes = whole.reshape(-1).view(torch.uint8)  # gloo and NCCL do not know every dtype
             dist.broadcast(as_bytes, group_src=0, group=group)
             if whole is not tensor:
-                tensor.data = torch.empty_like(tensor).copy_(whole)  # an expanded tensor could not be written to
+                # Not in place, because the elements of an expanded tensor share memory and cannot be written.
+                tensor.data = torch.empty_like(tensor).copy_(whole)
 
 
 def take_over(optimizer, buckets):
@@ -337,7 +340,7 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-# The demo: the same for all three chapters.
+# The demo, the same for all three chapters. It is not part of ZeRO, and can be skipped.
 
 
 class Model(nn.Module):
@@ -358,7 +361,7 @@ class Model(nn.Module):
 
 
 class Meter(TorchDispatchMode):
-    """While it is active, torch calls it for every operation. It looks at the memory, and can print what happens."""
+    """Measures the memory: while it is active, torch runs every operation through `__torch_dispatch__`."""
 
     def __init__(self, engine, trace):
         super().__init__()
@@ -458,12 +461,16 @@ def main(stage, **options):
             for name, nbytes in meter.at_update.items():
                 print(f"    held at the update: {nbytes / 1e6:.2f} MB of {name} (DDP: {under_ddp[name] / 1e6:.2f} MB)")
             print(
-                f"    most at any moment of the step: {meter.most_parameters / 1e6:.2f} MB of whole parameters, "
-                f"{meter.most_gradients / 1e6:.2f} MB of whole gradients",
+                f"    most that is whole at any moment: {meter.most_parameters / 1e6:.2f} MB of parameters, "
+                f"{meter.most_gradients / 1e6:.2f} MB of gradients (shards not counted)",
                 flush=True,
             )
     dist.barrier()  # else a rank that leaves early can abort the others
     dist.destroy_process_group()
+
+
+# A first reading ends here. What follows is for reference: what a stage refuses, what it does not detect, what goes
+# wrong if you delete a line, and what it costs.
 
 
 # What a stage refuses.
@@ -495,12 +502,13 @@ def check_optimizer(model, optimizer):
         raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
     if len(optimizer.param_groups) > 1:
         raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, a chapter supports one: use an engine"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, and a chapter supports one: use "
+            "zerolab.engine"
         )
     if optimizer.state:
         raise ValueError(
             f"the {type(optimizer).__name__} has state for whole parameters already. If it has made steps, build a new "
-            "one over the model's parameters. If its constructor makes the state, as Adagrad's does, use an engine"
+            "one over the model's parameters. If its constructor makes the state, as Adagrad's does, use zerolab.engine"
         )
     check_parameters(model, optimizer)
 
@@ -546,6 +554,10 @@ def refuse_zero_grad(set_to_none=True):
     )
 
 
+# To save, after `step()`: the model is whole on every rank, so rank 0 saves `model.state_dict()`. Each rank saves its
+# own `optimizer.state_dict()`, which fits only the same number of ranks and the same buckets. (The checkpoints of
+# zerolab/engine have no such limit.)
+#
 # What ZeRO-1 trains
 #
 # - Any model on one device: tied, frozen, recomputed, of several dtypes, with evaluations in between.
@@ -609,13 +621,14 @@ def refuse_zero_grad(set_to_none=True):
 #
 # *Held* is what a rank has while step 4 updates the shards, when the activations and the buffers of backward are gone.
 # The peak leaves out the activations, which forward keeps for backward, and the optimizer's temporary tensors. On a CPU
-# AdamW makes three, each as large as the largest bucket's shard. On a GPU its default (`foreach`) makes one as large as
-# all shards together. With `fused=True` there are none. For the demo the formula is exact to 1% on 2, 4 and 8 ranks
-# (counted with a batch of one, so that activations are small); the three tensors add 2% on two ranks.
+# AdamW makes three as large as the largest bucket's shard (2% of the demo's peak on two ranks). On a GPU its default
+# (`foreach`) makes one as large as all shards together. With `fused=True` there are none. Then the formula is exact to
+# 1% for the demo on 2, 4 and 8 ranks, with a batch of one.
 #
 # Everything that is sent has a factor (N-1)/N, which all chapters leave out. An all-reduce sends 2Ψ, because it is a
-# reduce-scatter and an all-gather. The paper claims 2Ψ in all for this stage (section 7), which takes a reduce-scatter
-# in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), counts mixed precision.
+# reduce-scatter and an all-gather. The paper claims 2Ψ in all for this stage (section 7), which is possible only with a
+# reduce-scatter in place of the all-reduce. Its memory, 4Ψ + 12Ψ/N (section 5.1), is of mixed precision: 2Ψ weights and
+# 2Ψ gradients in half precision, and 12Ψ/N for float32 weights and the two states of Adam.
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-A rank updates only its own shard, so it needs only this shard of the summed gradients. ZeRO-1 keeps all gradients until
-backward is over, because each rank's local gradients are part of every sum. ZeRO-2 sends them earlier. As soon as
-backward has finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank
-r only shard r of the sum. Then the whole gradients of the bucket are freed.
+Every rank must compute all gradients, because its batch counts in every sum. It need not keep them: a rank updates only
+its own shard, so once a bucket is summed it needs only this shard of the sum. ZeRO-1 sums after backward, so all whole
+gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has finished the last gradient of a
+bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard r of the sum. Then the whole
+gradients of the bucket are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-A simple version, such as the article's, keeps all gradients until backward is over. To do better, step 3 must
-run inside step 2. Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
+So step 3 runs inside step 2. (The article's version is simpler: it reduces after backward, and all whole gradients are
+alive.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
@@ -19,7 +20,7 @@ run inside step 2. Backward reaches the last layer first, so bucket 0 has the la
 Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
 all-gather of step 5 together send as much as DDP's all-reduce, which is both of them in one.
 
-Run it: torchrun --nproc-per-node 2 zero2.py
+Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses are ZeRO-1's, and fewer gradients are whole at once.
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
 """
 
@@ -40,16 +41,15 @@ from zero1 import (
     take_over,
 )
 
-# torch 2.13 renamed this collective. Every rank sends a whole buffer and receives its shard of the sum.
+# Every rank sends a whole buffer and receives its shard of the sum. (torch 2.13 renamed this collective.)
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments and use are as in `ZeRO1`, and so is saving. Gradients leave `param.grad` during backward. To read or
-    change them, call `engine.reduce_gradients()` before `engine.step()`. To clip by the norm of the whole gradient, for
-    example:
+    Arguments and use are as in `ZeRO1`, and so is saving. Gradients leave `param.grad` during backward. To clip them by
+    the norm of the whole gradient:
 
         engine.reduce_gradients()  # now every `shard.grad` is this rank's part of the mean
         shards = engine.optimizer.param_groups[0]["params"]
@@ -69,7 +69,7 @@ class ZeRO2:
         self.check()
         self.world_size = dist.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
-        self.turn = 0  # the index of the bucket that is sent next
+        self.turn = 0  # buckets are sent in their order, and this is the index of the next one
         with record_function("step 0 partition"), torch.no_grad():
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
@@ -91,15 +91,15 @@ class ZeRO2:
         return loss.detach()
 
     def on_gradient(self, param):
-        """Autograd calls this inside step 2: `param.grad` is finished.
+        """A hook, a function that autograd calls: inside step 2, when it has finished `param.grad`.
 
         It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
         autograd first adds up the gradients of all uses. So a bucket is complete when it was called once for each of
         its parameters.
         """
-        if self.turn == len(self.buckets):  # all were sent, so this is the first gradient of another backward
-            # Not earlier, when the last bucket was sent. Then `missing` would be full again, and `step()`, which checks
-            # that no gradient is missing, would raise.
+        if self.turn == len(self.buckets):
+            # All buckets were sent, so this is the first gradient of another backward: start again. We start again only
+            # here, and not when the last bucket is sent, because `step()` checks that nothing is missing.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -126,9 +126,10 @@ class ZeRO2:
     def send(self, bucket):
         """Step 3, first half: send one bucket. Backward continues meanwhile."""
         with record_function("step 3 reduce gradients"):
-            # The previous bucket travelled while backward computed this one. It is received first, which frees its
-            # gradients before others are copied. So at most two buckets are whole, and that is ZeRO-2. The price:
-            # backward waits here if the network is slower than the computation. DDP keeps all buckets in flight.
+            # Receive the previous bucket first. It travelled while backward computed this one, and receiving it frees
+            # its whole gradients. Only then this bucket's gradients are copied into one buffer, which is sent. So the
+            # whole gradients of at most two buckets are alive, however large the model is. The price: backward waits
+            # here if the network is slower than the computation. DDP keeps all buckets in flight.
             self.receive()
             with record_function(f"send {bucket.name}"):
                 self.in_flight = self.make_reduction(bucket)
@@ -139,7 +140,7 @@ class ZeRO2:
         if self.in_flight is not None:
             with record_function(f"receive {self.in_flight.bucket.name}"):
                 self.in_flight.finish()
-                self.in_flight = None  # frees the whole gradients (on a GPU: for kernels that are queued from here on)
+                self.in_flight = None  # frees the whole gradients (on a GPU, operations queued later may reuse them)
 
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
@@ -167,7 +168,7 @@ class ZeRO2:
             for param in bucket.params:
                 param.grad = None
 
-    # Step 0, and short methods that the engines in zerolab/engine change.
+    # Step 0. Down to `take_over_optimizer` it is ZeRO-1's, without the buffer for gradients.
 
     def check(self):
         check_model(self.model, self.group)
@@ -191,7 +192,7 @@ class ZeRO2:
         take_over(self.optimizer, self.buckets)
 
     def watch_gradients(self):
-        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
+        """Step 0: have autograd call `on_gradient(param)` whenever it has added up a `param.grad`."""
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
@@ -225,7 +226,7 @@ class Reduction:
         self.average()
         self.deliver()
 
-    # Short methods that the engines change.
+    # Methods of their own because zerolab/engine overrides them.
 
     def lay_out_gradients(self):
         return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
@@ -242,22 +243,18 @@ class Reduction:
 
 
 def take_gradients(bucket):
-    """Yield the gradient of each parameter; `param.grad` is None from then on.
-
-    One at a time, so that each is freed as soon as it is copied to its place.
-    """
+    """The gradient of each parameter. From here on `param.grad` is None, so copying them is their last use."""
+    gradients = [param.grad for param in bucket.params]
     for param in bucket.params:
-        gradient = param.grad
         param.grad = None
-        yield gradient
+    return gradients
 
 
 def weak_hook(method, *objects):
-    """A hook that calls `method(*objects, ...)` for as long as they live.
+    """A hook that calls `method(*objects, ...)`, and does not keep their owners alive. After their end it does nothing.
 
-    torch keeps some hooks in C++, where Python's garbage collector cannot look: those on gradients, on tensors and on
-    saved tensors. If such a hook held the stage, which holds the model, which has the hook, none of them would ever be
-    freed.
+    The stage holds the model, the model has the hook, and an ordinary hook would hold the stage. torch keeps such hooks
+    in C++, where Python's garbage collector cannot see this cycle, so none of them would ever be freed.
     """
     method = weakref.WeakMethod(method)
     objects = [weakref.ref(each) for each in objects]
@@ -270,7 +267,7 @@ def weak_hook(method, *objects):
     return hook
 
 
-# What ZeRO-2 refuses, besides what chapter 1 refuses.
+# For reference: what ZeRO-2 refuses, besides what chapter 1 refuses.
 
 
 def check_gradient(bucket, param):
@@ -329,7 +326,7 @@ def check_complete(buckets):
 # - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
 # - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added. After `step()` it clears
 #   all gradients, as in plain PyTorch.
-# - A GradScaler: each rank would look for infs in its own shards only.
+# - A GradScaler: each rank looks for infs in its own shards only, so some ranks skip a step and others do not.
 #
 # What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
@@ -368,10 +365,11 @@ def check_complete(buckets):
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
 # Just before the last bucket is sent, two have whole gradients: the one that backward has just finished, and the one in
-# flight. The one just finished has no gradient shard yet, so B/N is subtracted. For the demo, whose buckets are equal
-# except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal buckets the two largest
-# neighbours count in place of 2B. Inside gloo, on CPUs, there is one more copy of the bucket that it reduces, which
-# torch does not see. gloo also sends more than Ψ, because its reduce-scatter is an all-reduce.
+# flight. The 12Ψ/N count a gradient shard for each bucket. The one just finished has none yet: minus B/N. For the demo,
+# whose buckets are equal except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal
+# buckets the largest sum of two that are sent one after the other takes the place of 2B. On CPUs, gloo has one more
+# copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
+# reduce-scatter is an all-reduce.
 #
 # Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are
 # hardly any gradients yet. So the peak of both together usually comes early, and is less than the sum of their peaks.

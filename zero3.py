@@ -5,7 +5,7 @@ into units, for example one per transformer block. Right before a unit computes,
 parameters to every rank: the unit is gathered. Right after its forward it is freed: the memory is given back, and each
 rank keeps its shard. Backward does both again. The parameters outside of all units (embedding, last norm, head) are the
 root. It stays gathered from the start of forward to its last gradient. Prefetch: the next unit's gather is started
-before this unit computes, so that it is hidden behind the computation.
+before this unit computes, so that sending and computing overlap.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
@@ -13,16 +13,18 @@ before this unit computes, so that it is hidden behind the computation.
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
 Steps: 0 partition, 1 forward and 2 backward with 5 gather inside both and 3 reduce inside backward, 4 update. The new
-shards are gathered by the next forward. For three units and prefetch 1, with the gathered bytes (R: root, U: a unit):
+shards are gathered by the next forward. The events for three units and prefetch 1, and under each of them what is
+gathered after it (R: root, U: a unit):
 
-    forward   gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2, free 2
-              R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
-    backward  gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | ... | compute 0 | free 0, reduce 0 | embed
-              R + U      R + U   R + 2U     R + 2U      R + U                    R + U       R                  R
+    forward  gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2 | free 2
+             R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
+    backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | unit 1: | compute 0 | free 0, reduce 0 | embed
+             R + U      R + U   R + 2U     R + 2U      R + U              as 2      R + U       R                  R
 
 At the end of backward the root is freed and reduced, and nothing is gathered any more.
 
-Run it: torchrun --nproc-per-node 2 zero3.py. Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs", class `ZeRO_3`.
+Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses are ZeRO-1's; few parameters are whole at any moment.
+Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_3`.
 """
 
 import torch
@@ -41,14 +43,13 @@ class ZeRO3:
 
     Arguments and use are as in `ZeRO2`, with these in place of `bucket_mb`:
 
-    units       the modules to gather and free as one, in the order in which they run. Default: `default_units`
+    units       a list of modules, in the order in which they run. The parameters of each are one unit. Default:
+                `default_units`
     prefetch    how many units ahead to gather
 
-    The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. k backwards
-    before a step send 3kΨ. Call `engine(x)` and not `model(x)`. Gradients are clipped as in `ZeRO2`. Weights cannot be
-    read between the steps, because they are freed. To save, each rank saves `[unit.shard for unit in engine.units]` and
-    its `optimizer.state_dict()`. To load, build the stage with the same number of ranks and units, and copy the shards
-    back: `unit.shard.copy_(saved)`. (zerolab/engine/state_dict.py gathers the whole model.)
+    The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. Call `engine(x)`
+    and not `model(x)`. Weights cannot be read between the steps, because they are freed. How to save is at the end
+    of the file.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -59,19 +60,19 @@ class ZeRO3:
         self.world_size = torch.distributed.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
         self.backward_id = None  # autograd's number of the backward that was noticed last
-        # In `no_grad`, because autograd forbids writing to tensors that require a gradient.
         with record_function("step 0 partition"), torch.no_grad():
             self.units = self.partition(default_units(model) if units is None else units)
             self.plan_prefetch(prefetch)
             self.take_over_optimizer()
-        self.unit_of = {param: unit for unit in self.units for param in unit.params}
-        self.unit_on = {storage_of(unit.flat): unit for unit in self.units}
+        self.unit_of_param = {param: unit for unit in self.units for param in unit.params}
+        self.unit_of_storage = {storage_of(unit.flat): unit for unit in self.units}
         self.watch_forward()
         self.watch_gradients()
         self.zero_grad()
 
     def __call__(self, *args, **kwargs):
-        # Forward saves tensors for backward, weights among them: `pack`. Backward asks for each of them: `unpack`.
+        # Autograd passes each tensor that forward saves for backward through `pack`, and through `unpack` when backward
+        # reads it. Weights are among them.
         with saved_tensors_hooks(weak_hook(self.pack), weak_hook(self.unpack)):
             output = self.model(*args, **kwargs)
         if not torch.is_grad_enabled():  # an evaluation: no backward will free the root
@@ -105,49 +106,59 @@ class ZeRO3:
         unit.free()
         self.watch_output(unit, output)
 
-    def watch_output(self, unit, output):
-        """Have autograd call `on_output` when it has the gradient of one of the unit's outputs."""
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(weak_hook(self.on_output, unit))
-
-    def pack(self, tensor):
-        """Autograd calls this when forward saves `tensor`, and keeps what it returns.
-
-        `detach` gives a tensor on the same memory without a graph. It is needed for an operation that saves its own
-        result, such as `exp`: the result has its node of the graph, and the node has what was saved. If that were the
-        result again, the two would keep each other alive forever.
-        """
-        return tensor.detach(), tensor._version
-
-    # Backward. A unit must be gathered before backward reads its weights. Usually two events announce this, and the
-    # second one finds the unit gathered: a gradient arrives at an output of the unit (`on_output`), and then autograd
-    # asks for a weight that forward has saved (`unpack`). Both are needed, because either can come too late, or not at
-    # all. (A third one, `before_forward` inside backward, is for a checkpoint around a whole unit: it runs the unit's
-    # forward again.)
+    # Backward. A unit must be gathered before backward reads its weights, so the stage has to learn in time which unit
+    # backward has reached. There are two events for this, and the one that comes first gathers the unit:
     #
-    # Only `unpack` is in time for the first class. Backward enters it at `self.loss`. The gradient of its output `x` is
-    # complete only when the linear layer has added its part, and by then the layer's weight has been read:
+    #     on_output   a gradient has arrived at an output of the unit
+    #     unpack      autograd is about to read a tensor that forward has saved, and it is a weight of the unit. (In
+    #                 y = x @ W.T the gradient of x is computed from W, so forward saves W.)
+    #
+    #                 an ordinary unit    Probe        Block          root
+    #     on_output   gathers it          too late     gathers it     is not watched
+    #     unpack      finds it gathered   gathers it   never comes    finds it gathered, and prefetches the last unit
+    #
+    # Most models would need only `unpack`. Here is one that needs each of them.
+    #
+    # `Probe` needs `unpack`. Backward begins at `self.loss`. The hook on a tensor runs when the gradients of all its
+    # uses are added up. The linear layer uses the output `x` too, so the hook runs only after this layer's backward,
+    # and by then its weight has been read:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
     #             self.loss = self.linear(x).square().mean()      # the training loop adds it to its loss
     #             return x
     #
-    # Only `on_output` comes for the second class. Of nested hooks on saved tensors only the innermost ones apply, and a
-    # checkpoint has its own. So inside of it no weight passes through `pack`. In backward the checkpoint runs
-    # `self.linear` again, and the new graph reads the weight without `unpack`:
+    # `Block` needs `on_output`. A checkpoint keeps no activations in forward, and runs its forward again in backward.
+    # It has hooks on saved tensors of its own, and of nested ones only the innermost apply. So inside of it no weight
+    # passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
     #
     #     class Block(nn.Module):
     #         def forward(self, x):
     #             return x + checkpoint(self.linear, x, use_reentrant=False)
+    #
+    # (If the checkpoint is around a whole unit, its forward runs again with hooks: `before_forward` inside backward.)
+
+    def watch_output(self, unit, output):
+        """In forward: have autograd call `on_output` when it has the gradient of one of the unit's outputs."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(weak_hook(self.on_output, unit))
+
+    def pack(self, tensor):
+        """In forward: autograd calls this to save `tensor`, and keeps what it returns.
+
+        An operation such as `exp` saves its own result. If the very same tensor were kept, the result would hold its
+        node of the graph, and the node the result. Python cannot collect such a cycle, because the node is in C++.
+        `detach` gives a tensor on the same memory without the node.
+        """
+        return tensor.detach(), tensor._version
 
     def unpack(self, saved):
         """Autograd calls this in backward, right before it reads a saved tensor."""
         tensor, version = saved
         if tensor._version != version:  # autograd checks this itself, but not for tensors that pass through hooks
             raise RuntimeError(f"a saved tensor of shape {tuple(tensor.shape)} was changed in place before backward")
-        unit = self.unit_on.get(storage_of(tensor))  # the unit that owns this memory, or None
+        unit = self.unit_of_storage.get(storage_of(tensor))  # the unit that owns this memory, or None
         if unit is not None and in_backward():
             self.before_backward(unit)
         elif unit is not None:
@@ -168,25 +179,24 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Not if backward has been there already. A norm after the embedding is in the root, and autograd asks for
-            # its weight last. The root's neighbour, the last unit, would be gathered again for nothing.
+            # Not if its backward is over. An example: a norm after the embedding is in the root, so autograd asks for a
+            # weight of the root at the very end. `root.preceding` is the last unit, which is not needed any more.
             if each.missing:
                 each.start_gather()
         unit.wait()
 
     def notice_backward(self):
-        """Called on each of these events, and for each gradient. A new number means that a new backward has begun.
+        """At the first event of a backward: expect all gradients, and have autograd call `end_backward` at the end.
 
-        The number and `queue_callback` are not public. FSDP2 uses both, because torch has no public way to learn when a
-        backward ends. Without them, `step()` would have to do the work of `end_backward`.
+        Every event and every gradient calls this, and autograd's number tells whether the backward is a new one. This
+        number and `queue_callback` are not public. FSDP2 uses both, because torch has no public way to learn when a
+        backward ends. `step()` would be too late for the work of `end_backward`: with several backwards before a step,
+        the root's whole gradients, which are sent last, would stay alive through the next forward.
         """
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
             self.backward_id = number
             self.expect_gradients()
-            # Autograd calls `end_backward` when backward is over. `step()`, which receives the last bucket in ZeRO-2,
-            # comes too late for this: with several backwards before a step, the root's whole gradients, which are sent
-            # last, would stay alive through the next forward.
             Variable._execution_engine.queue_callback(weak_hook(self.end_backward))
 
     def expect_gradients(self):
@@ -197,11 +207,11 @@ class ZeRO3:
     def on_gradient(self, param):
         """Autograd calls this in backward: `param.grad` is finished. When a unit has all its gradients, it is done.
 
-        Units are sent when they are done, without the turns of ZeRO-2. All ranks must run the units in the same order
-        in any case, because each gather meets the other ranks' gathers.
+        There are no turns as in ZeRO-2, because all ranks must run the units in the same order anyway: each gather
+        meets the other ranks' gathers.
         """
-        self.notice_backward()  # a bias's gradient can be the first event of all, because an addition saves nothing
-        unit = self.unit_of[param]
+        self.notice_backward()  # adding a bias saves nothing, so its gradient can come before any `unpack`
+        unit = self.unit_of_param[param]
         check_gradient(unit, param)
         unit.missing.remove(param)
         if not unit.missing:
@@ -209,7 +219,7 @@ class ZeRO3:
 
     def finish(self, unit):
         """The unit's backward is over."""
-        unit.free()  # first, so that the gathered weights and the reduction's buffer are never alive together
+        unit.free()  # first, so that this unit's weights and its reduction's buffer are never alive together
         self.send(unit)
 
     def send(self, unit):
@@ -242,7 +252,8 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
-        # Units left gathered by a forward without a backward become stale. A gather in flight still reads the shards.
+        # A forward without a backward leaves units gathered, and now they become stale. `free` also waits for a gather
+        # in flight, which still reads the shards that step 4 changes.
         self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
@@ -264,14 +275,14 @@ class ZeRO3:
             for param in unit.params:
                 param.grad = None
 
-    # Step 0, and short methods that the engines in zerolab/engine change.
+    # Step 0. `check`, `broadcast_untrained` and `take_over_optimizer` are ZeRO-1's.
 
     def check(self):
         check_model(self.model, self.group)
         check_optimizer(self.model, self.optimizer)
 
     def partition(self, modules):
-        """Step 0: decide which rank owns what. Returns the units in the order in which they run, the root's last."""
+        """Step 0: decide which rank owns what. Returns the units in the order of `modules`, the root's last."""
         self.broadcast_untrained()
         names = {module: name for name, module in self.model.named_modules()}
         units = []
@@ -319,7 +330,7 @@ class ZeRO3:
 
     def watch_gradients(self):
         """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
-        for param in self.unit_of:
+        for param in self.unit_of_param:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def make_reduction(self, unit):
@@ -335,11 +346,10 @@ class Unit(Bucket):
     shard.grad  (shard_numel,)  the reduction's `shard_gradient`        from the unit's reduction to `zero_grad()`
 
     Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That frees little,
-    because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive. (With the
-    article's ZeRO-3 on a small GPT, 655,360 of 957,440 gathered bytes were still alive after forward.) Backward
+    because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive. Backward
     multiplies by these views. So they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and
     every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them. FSDP2 does
-    the same.
+    the same. (Whole gradients need no `resize_`: nobody else holds them, so dropping the last reference frees them.)
     """
 
     def __init__(self, name, module, named_params, group):
@@ -373,9 +383,9 @@ class Unit(Bucket):
     def free(self):
         """Give back the memory of the gathered parameters. This rank's shard stays.
 
-        On a GPU Python gets here before the kernels have read the weights. That is safe, because the allocator gives
-        the memory only to kernels that are queued later on the same stream. A collective runs on another stream, but
-        first waits for all kernels that were queued on this one.
+        On a GPU Python gets here before the operations that it has queued have read the weights. That is safe, because
+        the allocator gives the memory only to operations that are queued later on the same stream (a GPU's queue). A
+        collective has a stream of its own, but first waits for all that was queued on this one.
         """
         if self.allocated:
             self.wait()  # never free a buffer that a collective still writes to
@@ -407,19 +417,19 @@ def parameters_by_unit(model, modules):
     Every parameter is in exactly one of them. The root has the parameters that are in no unit, and those that modules
     of different units share (tied weights).
     """
-    unit_around = {}  # module -> the unit that it is in
-    for unit in modules:
-        for module in unit.modules():
-            unit_around[module] = model if module in unit_around else unit
-    home = {}  # parameter -> the unit that has it
+    home_of_module = {}  # module -> the one of `modules` that it is in, and the model if it is in several
+    for top in modules:
+        for module in top.modules():
+            home_of_module[module] = model if module in home_of_module else top
+    home_of_param = {}  # the same for parameters
     for module in model.modules():
-        unit = unit_around.get(module, model)
+        home = home_of_module.get(module, model)
         for param in module.parameters(recurse=False):
-            home[param] = unit if home.get(param, unit) is unit else model
-    held = {unit: [] for unit in (*modules, model)}
+            home_of_param[param] = home if home_of_param.get(param, home) is home else model
+    params_of = {home: [] for home in (*modules, model)}
     for name, param in model.named_parameters():
-        held[home[param]].append((name, param))
-    return held
+        params_of[home_of_param[param]].append((name, param))
+    return params_of
 
 
 def storage_of(tensor):
@@ -433,7 +443,7 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# What ZeRO-3 refuses, besides what chapters 1 and 2 refuse.
+# For reference: what ZeRO-3 refuses, besides what chapters 1 and 2 refuse.
 
 
 def version_of(unit):
@@ -460,6 +470,10 @@ def check_allocated(unit):
         )
 
 
+# To save, each rank saves `[unit.shard for unit in engine.units]` and its `optimizer.state_dict()`. To load, build the
+# stage with the same number of ranks and the same units, and copy the shards back: `unit.shard.copy_(saved)`.
+# (zerolab/engine/state_dict.py gathers the whole model.)
+#
 # What ZeRO-3 trains
 #
 # - What ZeRO-2 trains, and activation checkpointing (`use_reentrant=False`) of whole units.
@@ -525,16 +539,25 @@ def check_allocated(unit):
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N optimizer state      7e9 parameters, N = 8: 14 GB
-#     peak   16Ψ/N + 4(R + H + 4U) - 4(R + 2U)/N, with prefetch 1 and without activations (R, H, U: elements)
+#     peak   16Ψ/N + 4(R + 2U) + 4(H + 2U) - 4(R + 2U)/N, with prefetch 1 and without activations
 #     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
 #
-# Late in backward these are alive besides the shards: the root (R), the unit at work and the one prefetched (2U), and
-# the whole gradients of the unit at work and of the one in flight (2U). Root, the unit at work and the one prefetched
-# have no gradient shard yet: minus 4(R + 2U)/N bytes. The root's first gradients (H: head and last norm) stay whole
-# until the embedding's has come: then 16Ψ/N + 4(2R + U) - 4R/N are alive, which is more if R - H > 3U - 2U/N. For the
-# demo the formula is exact to 1% on 2, 4 and 8 ranks. Inside gloo, on CPUs, there are also copies of what it gathers
-# and reduces, two to four units, which torch does not see. The root is gathered once per step, so a little less than 3Ψ
-# is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
+# R, U and H are elements: the root, a unit, and what is behind the units in the root, the last norm and the head. The
+# peak comes late in backward. These are alive then:
+#
+#     16Ψ/N           the shards of weights, gradients and optimizer state
+#     4(R + 2U)       whole weights: the root, the unit at work, the unit prefetched
+#     4(H + 2U)       whole gradients: the head's, which wait in the root for the embedding's; those of the unit at work
+#                     and of the unit in flight
+#     -4(R + 2U)/N    the root, the unit at work and the unit prefetched have no gradient shard yet
+#
+# So more gradients are whole than in ZeRO-2, where the head has buckets of its own. With a large root the peak can come
+# at the end of backward: 8R whole weights and gradients of the root, 4U in flight, and no gradient shard of the root,
+# 16Ψ/N + 8R + 4U - 4R/N. That is more if R - H > 3U - 2U/N. For the demo the formula is exact to 1% on 2, 4 and 8
+# ranks. On CPUs, gloo also has copies of what it gathers and reduces, two to four units, which the demo does not count.
+#
+# The root is gathered once per step, so a little less than 3Ψ is sent. With k backwards before a step, k times as much
+# is. (Paper, sections 5.3 for memory and 7 for traffic.)
 
 
 if __name__ == "__main__":

@@ -95,14 +95,12 @@ REDUCE_SCATTER = (
 )
 OTHERS = [
     Mutation("zero1", "Bucket.assign_places", "end += round_up(param.numel(), align)", "end += param.numel()"),
-    Mutation(
-        "zero1", "Bucket.assign_places", "self.shard_numel = round_up(largest, align)", "self.shard_numel = largest"
-    ),
+    Mutation("zero1", "Bucket.assign_places", "self.shard_numel = round_up(shard, align)", "self.shard_numel = shard"),
     Mutation(
         "zero1",
         "Bucket.assign_places",
-        "largest = -(-max(end, 1) // self.world_size)",
-        "largest = -(-end // self.world_size)",
+        "shard = round_up(max(end, 1), self.world_size) // self.world_size",
+        "shard = round_up(end, self.world_size) // self.world_size",
     ),
     Mutation("zero1", "Bucket.make_shard", "return self.flat[self.own]", "return self.flat[self.own].clone()"),
     Mutation("zero1", "Bucket.lay_out", "self.place(flat, index).copy_(tensor)"),
@@ -143,14 +141,14 @@ OTHERS = [
     Mutation(
         "zero3",
         "parameters_by_unit",
-        "home[param] = unit if home.get(param, unit) is unit else model",
-        "home[param] = unit",
+        "home_of_param[param] = home if home_of_param.get(param, home) is home else model",
+        "home_of_param[param] = home",
     ),
     Mutation(
         "zero3",
         "parameters_by_unit",
-        "unit_around[module] = model if module in unit_around else unit",
-        "unit_around[module] = unit",
+        "home_of_module[module] = model if module in home_of_module else top",
+        "home_of_module[module] = top",
     ),
     Mutation("zero3", "ZeRO3.plan_prefetch", "ahead = prefetch if self.world_size > 1 else 0", "ahead = prefetch"),
     Mutation("zero3", "ZeRO3.plan_prefetch", "root.preceding = inner[::-1][:ahead]", "root.preceding = inner[:ahead]"),
@@ -239,12 +237,4 @@ RIGHT = {
 }
 
 # Mutations that change nothing, and why.
-EQUIVALENT = [
-    # The buffer is allocated before the first gradient is taken, so the most bytes are alive when all gradients are.
-    Mutation(
-        "zero2",
-        "Reduction.lay_out_gradients",
-        "return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)",
-        "return self.bucket.lay_out(list(take_gradients(self.bucket)), self.bucket.flat.dtype)",
-    ),
-]
+EQUIVALENT: list[Mutation] = []

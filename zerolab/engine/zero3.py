@@ -150,7 +150,7 @@ class ZeRO3Engine(Engine, ZeRO3):
     def unpack(self, saved):
         tensor, _ = saved
         if self.backward_id is None and not in_backward():  # a tool that draws the graph, or a debugger
-            unit = self.unit_on.get(storage_of(tensor))
+            unit = self.unit_of_storage.get(storage_of(tensor))
             if unit is None or unit.allocated:
                 return tensor
         return super().unpack(saved)
@@ -181,7 +181,7 @@ class ZeRO3Engine(Engine, ZeRO3):
             super().notice_backward()
 
     def on_gradient(self, param):
-        unit = self.unit_of[param]
+        unit = self.unit_of_param[param]
         unit.used.add(param)
         self.notice_backward()
         if unit.open_ended and param not in unit.missing:

@@ -52,8 +52,8 @@ def test_the_gradients_are_laid_out_and_let_go(stage):
 
 @pytest.mark.blank("Reduction.lay_out_gradients")
 @on_ranks
-def test_one_gradient_at_a_time_is_copied(stage):
-    """Besides the buffer at most one gradient more is alive than before."""
+def test_there_is_one_copy_of_the_gradients(stage):
+    """At most one gradient more than the buffer is alive meanwhile, and afterwards only the buffer."""
     with MemoryLedger() as memory:
         engine = build(stage, models.Stack, torch.float32, 2**20, group=silent())
         bucket = engine.buckets[0]

@@ -8,11 +8,10 @@ LAY_OUT = Blank(
     hints=(
         "Where must each gradient be so that cutting the buffer into N parts is cutting the parameters? How many "
         "copies of a bucket's gradients are alive while you do it?",
-        "self.bucket.lay_out(tensors, dtype) makes the whole buffer; the dtype is self.bucket.flat's. It takes one "
-        "tensor after the other, so `take_gradients` yields one gradient at a time, with param.grad None by then, "
-        "and each gradient is free as soon as it is copied.",
+        "self.bucket.lay_out(tensors, dtype) makes the whole buffer; the dtype is self.bucket.flat's. `take_gradients` "
+        "returns the gradients, and sets each param.grad to None, so that the copy is their last use.",
     ),
-    target="about {lines} lines; no param.grad is left; one gradient more than the buffer is alive, and no second copy",
+    target="about {lines} lines; no param.grad is left, and there is one copy of the gradients",
     read="Bucket.lay_out in zero1.py; the table in Reduction's docstring",
 )
 REDUCE = Blank(

@@ -85,10 +85,10 @@ REACHED = Blank(
         "Autograd asks for a saved weight right before it reads it. Whose weight is it? And when does a gradient at a "
         "unit's output not mean that its backward comes?",
         "`unpack` is given what `pack` returned: a tensor and its version at that time. A tensor with a different "
-        "version now was changed in place: a RuntimeError. self.unit_on.get(storage_of(tensor)) is the unit whose "
-        "weight the tensor is, or a view of. If there is one, self.before_backward(unit) gathers it inside of backward "
-        "(in_backward()), and check_allocated(unit) refuses a freed weight outside of backward. Return the tensor. "
-        "`on_output` calls self.notice_backward(), and self.before_backward(unit) unless the unit has all its "
+        "version now was changed in place: a RuntimeError. self.unit_of_storage.get(storage_of(tensor)) is the unit "
+        "whose weight the tensor is, or a view of. If there is one, self.before_backward(unit) gathers it inside of "
+        "backward (in_backward()), and check_allocated(unit) refuses a freed weight outside of backward. Return the "
+        "tensor. `on_output` calls self.notice_backward(), and self.before_backward(unit) unless the unit has all its "
         "gradients.",
     ),
     target="about {lines} lines; no weight is read before its unit is gathered",
@@ -126,8 +126,8 @@ ON_GRADIENT = Blank(
     hints=(
         "When is the last gradient of a unit there? Will anybody read its weights again in this backward?",
         "self.notice_backward() first, then check_gradient(unit, param) for the parameter's unit, "
-        "self.unit_of[param]. Remove the parameter from unit.missing. When nothing is missing, self.finish(unit): "
-        "free the unit, then self.send(unit).",
+        "self.unit_of_param[param]. Remove the parameter from unit.missing. When nothing is missing, "
+        "self.finish(unit): free the unit, then self.send(unit).",
     ),
     target="about {lines} lines. In backward the root, the unit at work and `prefetch` more are gathered, and two "
     "units' gradients are whole. A unit has its reduce-scatter right after its backward",
