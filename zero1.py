@@ -155,7 +155,7 @@ class ZeRO1:
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
         self.broadcast_untrained()
-        runs = group_by_size(self.model, bucket_mb)
+        runs = self.make_runs(bucket_mb)
         buckets = [self.make_bucket(f"bucket {index}", run) for index, run in enumerate(runs)]
         for bucket in buckets:
             bucket.make_gradient()
@@ -165,6 +165,9 @@ class ZeRO1:
         """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
+
+    def make_runs(self, bucket_mb):
+        return group_by_size(self.model, bucket_mb)
 
     def make_bucket(self, name, named_params):
         return Bucket(name, named_params, self.group)

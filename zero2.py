@@ -177,13 +177,16 @@ class ZeRO2:
     def partition(self, bucket_mb):
         """Step 0: decide which rank owns what."""
         self.broadcast_untrained()
-        runs = group_by_size(self.model, bucket_mb)
+        runs = self.make_runs(bucket_mb)
         return [self.make_bucket(f"bucket {index}", run) for index, run in enumerate(runs)]
 
     def broadcast_untrained(self):
         """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
+
+    def make_runs(self, bucket_mb):
+        return group_by_size(self.model, bucket_mb)
 
     def make_bucket(self, name, named_params):
         return Bucket(name, named_params, self.group)

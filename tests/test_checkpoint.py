@@ -37,6 +37,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
 from zerolab.engine.checkpoint import folders, metadata
+from zerolab.engine.optimizers import as_list
 from zerolab.run.pool import run_on_ranks
 
 STAGES = [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine]
@@ -336,10 +337,11 @@ def train_on_rank_0s_batches(trained, steps):
     for step in steps:
         inputs, targets = batch(step, 0)
         if isinstance(trained, tuple):
-            model, optimizer = trained
+            model, optimizers = trained
             mse(model, inputs, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in as_list(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
         else:
             trained.training_step(inputs, targets, mse_loss)
 
@@ -369,35 +371,95 @@ def torch_load(trained, folder, group=None):
     set_optimizer_state_dict(model, optimizer, state["optim"], options=StateDictOptions(strict=False))
 
 
+def travel(legs, folder, make, odd=True):
+    """Each leg (stage, number of ranks, options) continues the run of the leg before, and saves it.
+
+    `make` gets a model and returns its optimizers. Loading and saving again gives the same file content, and training
+    matches one process.
+    """
+    source = None
+    for leg, (stage, number, options) in enumerate(legs):
+        group = last_ranks(number)
+        if group is not None:
+            engine = build(stage, seed=leg, group=group, make_optimizer=list, groups=make, odd=odd, **options)
+            if source:
+                assert checkpoint.load(engine, source) == {"leg": leg - 1}
+                checkpoint.save(engine, folder / f"{leg} again")
+                same_files(folder / f"{leg} again", source)
+            train_on_rank_0s_batches(engine, (2 * leg, 2 * leg + 1))
+            checkpoint.save(engine, folder / str(leg), leg=leg)
+        source = folder / str(leg)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        model = seeded(Zoo, odd)
+        plain = model, make(model)
+        train_on_rank_0s_batches(plain, range(2 * len(legs)))
+        torch_save(plain, folder / "plain")
+        found, expected = everything(source), everything(folder / "plain")
+        for name in expected.keys() - {key for key in expected if "unused" in key and "'" in key}:
+            if "step" not in name and "_extra_state" not in name and isinstance(expected[name], torch.Tensor):
+                same(found[name], expected[name], EXACT, name)
+
+
 @three_ranks
 @pytest.mark.parametrize("numbers", [(3, 2, 1), *thorough((1, 3, 2), (3, 2, 3))])
 @pytest.mark.parametrize("order", [STAGES, STAGES[::-1], *thorough([STAGES[1], STAGES[0], STAGES[2]])])
 @on_every_rank
 def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers, tmp_path):
-    """Loading and saving again gives the same file content, and training matches one process."""
-    group, source = None, None
-    for leg, (stage, number) in enumerate(zip(order, numbers)):
-        group = last_ranks(number)
-        if group is not None:
-            engine = build(stage, seed=leg, group=group)
-            if source:
-                assert checkpoint.load(engine, source) == {"leg": leg - 1}
-                checkpoint.save(engine, tmp_path / f"{leg} again")
-                same_files(tmp_path / f"{leg} again", source)
-            train_on_rank_0s_batches(engine, (2 * leg, 2 * leg + 1))
-            source = tmp_path / str(leg)
-            checkpoint.save(engine, source, leg=leg)
-        source = tmp_path / str(leg)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        plain = seeded(Zoo)
-        plain = plain, ADAMW(groups_of(plain))
-        train_on_rank_0s_batches(plain, range(6))
-        torch_save(plain, tmp_path / "plain")
-        found, expected = everything(source), everything(tmp_path / "plain")
-        for name in expected.keys() - {key for key in expected if "unused" in key and "'" in key}:
-            if "step" not in name and "_extra_state" not in name and isinstance(expected[name], torch.Tensor):
-                same(found[name], expected[name], EXACT, name)
+    legs = [(stage, number, {}) for stage, number in zip(order, numbers)]
+    travel(legs, tmp_path, lambda model: [ADAMW(groups_of(model))])
+
+
+def two_optimizers(model):
+    """Matrices have a momentum, and the other parameters have AdamW's moments."""
+    matrices, others = groups_of(model)
+    return [OPTIMIZERS["sgd"]([matrices]), ADAMW([others])]
+
+
+def adafactor(model):
+    """Its state has the shapes of rows and columns, so it is whole where the parameter is."""
+    return [torch.optim.Adafactor(groups_of(model), lr=0.01)]
+
+
+WHOLE, CUT = {"whole": True}, {}
+JOURNEYS = {
+    "whole, cut, whole": (two_optimizers, [WHOLE, CUT, WHOLE]),
+    "cut, whole, cut": (two_optimizers, [CUT, WHOLE, CUT]),
+    "Adafactor": (adafactor, [WHOLE, WHOLE, WHOLE]),
+}
+
+
+@three_ranks
+@pytest.mark.parametrize("journey", JOURNEYS)
+@pytest.mark.parametrize("order", [STAGES, *thorough(STAGES[::-1])])
+@on_every_rank
+def test_a_run_moves_between_whole_and_cut_parameters(ranks, order, journey, tmp_path):
+    make, options = JOURNEYS[journey]
+    legs = list(zip(order, (3, 2, 3), options))
+    travel(legs, tmp_path, make, odd=make is not adafactor)  # Adafactor divides by the size of an empty parameter
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_whole_states_are_refused_where_they_do_not_fit(ranks, stage, tmp_path):
+    """Adafactor's means of rows fit only whole parameters, and optimizers only the ones that were saved."""
+
+    class RowWise(torch.optim.Adafactor):
+        """Its name is not known to the engine, so it can be built over cut parameters."""
+
+    def row_wise(params):
+        return RowWise(params, lr=0.01)
+
+    engine = build(stage, make_optimizer=row_wise, odd=False, whole=True)
+    train(engine, range(1))
+    checkpoint.save(engine, tmp_path / "rows")
+    cut = build(stage, make_optimizer=row_wise, odd=False)
+    raised_on_every_rank(ValueError, "build the engine with whole=True", checkpoint.load, cut, tmp_path / "rows")
+    engine = build(stage, make_optimizer=list, groups=two_optimizers)
+    checkpoint.save(engine, tmp_path / "two")
+    swapped = build(stage, make_optimizer=list, groups=lambda model: two_optimizers(model)[::-1])
+    raised_on_every_rank(ValueError, "SGD, AdamW, but", checkpoint.load, swapped, tmp_path / "two")
 
 
 class Experts(nn.Module):

@@ -9,6 +9,7 @@ from helpers import EXACT, MOMENTUM, batch, different_on_ranks, mse, same
 from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.subjects import of_class
+from zerolab.engine.optimizers import as_list
 
 
 class Pair:
@@ -18,7 +19,7 @@ class Pair:
     losses, each divided by N, so a loss may be any function `loss(model, *batch)` of a model or an engine.
 
     engine          a `Subject`, or the class of a chapter
-    make_optimizer  called with the parameters, or with `groups(model)`
+    make_optimizer  called with the parameters, or with `groups(model)`; returns an optimizer, or a list of them
     data            `data(step, rank)` is a tuple, different in every step and on every rank
     ranks           the ranks that train together. Default: all
     options         of the engine. With a `param_dtype` a rounded copy of `plain` computes
@@ -107,8 +108,9 @@ class Pair:
         return losses
 
     def step(self):
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in as_list(self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
         self.trained.step()
         self.trained.zero_grad()
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from conformance.pair import Pair
 from zerolab.engine import GradScaler
+from zerolab.engine.optimizers import as_list
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
@@ -215,9 +216,10 @@ def scaled_step(pair, scaler, step, max_norm=None, skipped=False):
             pair.trained.clip_grad_norm_(max_norm)
         else:
             pair.clip(max_norm)
-    if not skipped:
-        pair.optimizer.step()
-    pair.optimizer.zero_grad()
+    for optimizer in as_list(pair.optimizer):
+        if not skipped:
+            optimizer.step()
+        optimizer.zero_grad()
     scaler.step(pair.trained)
     scaler.update()
     pair.trained.zero_grad()

@@ -12,6 +12,8 @@ chapter does, to the bit, to the byte and in the same collectives.
 | `options.py` | the options, as the other files read them: `engine.options` | |
 | `bucket.py` | what an option changes in a bucket, in a unit and in a reduction | `make_bucket`, `make_units` |
 | `groups.py` | parameter groups: the optimizer gets one piece of the shard per parameter | `take_over_optimizer` |
+| `optimizers.py` | several optimizers, such as Muon for the matrices and AdamW for the rest | `Engine.__init__` |
+| `whole.py` | parameters that are never cut, for optimizers that look at whole matrices | `EngineBucket` |
 | `precision.py` | compute in bfloat16, reduce in another dtype, keep shards in float32 | `EngineBucket` |
 | `loss_scaler.py` | float16: one decision for all ranks about infinite gradients | your loop |
 | `accumulation.py` | `no_sync`: several backwards, one reduction | `on_gradient` |

@@ -1,11 +1,12 @@
 """The changes that options make to a bucket, a unit and a reduction. Everything else is the chapters'."""
 
 import torch
+import torch.distributed as dist
 
 from zero1 import Bucket, all_gather
 from zero2 import Reduction, reduce_scatter
 from zero3 import Unit, version_of
-from zerolab.engine import checks, groups, offload, parameters, precision, replicas
+from zerolab.engine import checks, groups, offload, parameters, precision, replicas, whole
 from zerolab.engine.groups import cut
 from zerolab.engine.tensor_parallel import local, local_gradient
 
@@ -16,26 +17,30 @@ class EngineBucket(Bucket):
     pieces    {parameter: its part of `shard`}, what the optimizer updates (groups.py)
     kept      {parameter: its whole gradient}, under `no_sync` (accumulation.py)
     used      parameters that got a gradient since `zero_grad()` (unused.py)
+    owners    whole parameters: the rank that has each, in ascending order; None if they are cut (whole.py)
     copied    an event behind the last copy between the host and the device, or None (offload.py)
     earlier   ZeRO-1: this rank's gradients (shard_numel,) that were reduced before, in the same step; else None
     grad_of   ZeRO-1: {parameter: its `param.grad`, a view of `gradient`, or None if it cannot be one}
     """
 
-    def __init__(self, *, named_params, options, **chapter):
+    def __init__(self, *, named_params, options, group, **chapter):
         self.options = options
         self.copied = None
         self.trained = named_params[0][1].requires_grad
+        self.owners = None
+        if named_params[0][1] in options.whole.params:
+            named_params, self.owners = options.whole.assign_owners(named_params, dist.get_world_size(group))
         # With tensor parallelism a parameter is a DTensor, and this rank computes with its local part.
         locals_ = [(name, local(param)) for name, param in named_params]
         self.is_split = any(part is not param for (_, part), (_, param) in zip(locals_, named_params))
         self.shapes = [param.shape for _, param in locals_]
         self.gradient_dtype = precision.reduce_dtype(locals_[0][1], options)
-        super().__init__(named_params=locals_, **chapter)
+        super().__init__(named_params=locals_, group=group, **chapter)
         self.divide_first, self.divide_last = precision.divisors(self.gradient_dtype, self.world_size)
         ends = [*self.offsets[1:], self.numel]
-        self.sizes = []  # of each parameter and of the padding behind it
+        self.sizes = [self.offsets[0]]  # nothing, or padding: rank 0 may own no whole parameter of this bucket
         for shape, begin, end in zip(self.shapes, self.offsets, ends):
-            self.sizes += [shape.numel(), end - begin - shape.numel()]
+            self.sizes += [shape.numel(), end - begin - shape.numel()]  # of a parameter, and of the padding behind it
         self.params = tuple(param for _, param in named_params)
         self.pieces = {}
         if self.trained:
@@ -46,6 +51,12 @@ class EngineBucket(Bucket):
 
     # How parameters are laid out.
 
+    def assign_places(self):
+        if self.owners is None:
+            super().assign_places()
+        else:
+            whole.assign_places(self)
+
     def alignment(self):
         return precision.alignment(self.params[0], self.options)
 
@@ -55,14 +66,15 @@ class EngineBucket(Bucket):
 
     def places(self, flat):
         """The places of all parameters: like `place`, with a single split."""
-        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[::2], self.shapes)]
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[1::2], self.shapes)]
 
     def padding(self, flat):
-        """What is between the places of the parameters and behind them."""
-        return [part for part in flat.split_with_sizes(self.sizes)[1::2] if part.numel()]
+        """What is around the places of the parameters."""
+        return [part for part in flat.split_with_sizes(self.sizes)[::2] if part.numel()]
 
     def flatten(self):
         flat = super().flatten()
+        flat[: self.offsets[0]].zero_()
         replicas.broadcast_over(self.options.replicas, [flat])
         return flat
 

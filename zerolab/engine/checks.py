@@ -16,12 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from zero1 import check_parameters
 from zerolab.engine import parameters, tensor_parallel
 from zerolab.engine.life import Gradients
+from zerolab.engine.optimizers import as_one
 from zerolab.engine.together import on_all_ranks
 
 # At the build.
 
 
-def check_build(model, optimizer, options, others):
+def check_build(model, optimizers, options, others):
     """Raise an error on all ranks if the model or an option is wrong on one rank, or differs between ranks.
 
     others   {name: value} of the options that only some stages have
@@ -29,10 +30,11 @@ def check_build(model, optimizer, options, others):
 
     def check():
         check_model(model)
-        check_optimizer(model, optimizer)
+        check_optimizers(model, optimizers)
+        options.whole.check(model, optimizers)
         tensor_parallel.check_split(model, options.group, options.param_dtype)
         check_options(options)
-        return description(model, optimizer, options.equal_on_all_ranks() | others)
+        return description(model, optimizers, options) | {name: str(value) for name, value in others.items()}
 
     if dist.get_rank(options.everyone) < 0:
         raise ValueError("this rank is not in `group`: only the ranks of the group build the engine")
@@ -45,13 +47,15 @@ def check_build(model, optimizer, options, others):
         )
 
 
-def description(model, optimizer, options):
+def description(model, optimizers, options):
     """{what: its value, as text} of everything that must be equal on all ranks."""
-    found = {name: str(value) for name, value in options.items()}
-    found["the optimizer"] = type(optimizer).__name__
-    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    found = {name: str(value) for name, value in options.equal_on_all_ranks().items()}
+    found["the optimizer"] = names_of(optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     for name, param in model.named_parameters():
         use = f"trained in group {group_of[param]}" if param.requires_grad else "frozen"
+        use += ", whole" if param in options.whole.params else ""
         found[f"parameter {name!r}"] = f"{param.dtype} of shape {tuple(param.shape)}, {use}"
     for name, buffer in model.named_buffers():
         found[f"buffer {name!r}"] = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
@@ -124,15 +128,27 @@ def check_model(model):
                 )
 
 
-def check_optimizer(model, optimizer):
-    """Like the chapter's, but with any number of groups, and with state that the optimizer's constructor makes."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
-    if type(optimizer).__name__ in ("LBFGS", "Muon", "Adafactor"):
-        raise ValueError(f"{type(optimizer).__name__} looks at whole tensors, and a shard is flat: use AdamW or SGD")
-    check_parameters(model, optimizer)
-    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
-        raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
+def check_optimizers(model, optimizers):
+    """Like the chapter's, but with any number of groups, and with state that an optimizer's constructor makes."""
+    names = {param: name for name, param in model.named_parameters()}
+    seen = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"expected an optimizer, such as torch.optim.AdamW(model.parameters()), got {optimizer!r}")
+        if type(optimizer).__name__ == "LBFGS":
+            raise ValueError("LBFGS looks at all parameters together, and a rank has only its shards: use AdamW or SGD")
+        if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
+            raise ValueError("the optimizer has made steps already: build a new one, over the model's parameters")
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        twice = [names[param] for param in params & seen if param in names]
+        if twice:
+            raise ValueError(f"{shorten(twice)} in two optimizers: give each parameter to one of them")
+        seen |= params
+    check_parameters(model, as_one(optimizers))
+
+
+def names_of(optimizers):
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def check_has_values(model, options):

@@ -22,18 +22,21 @@ from zerolab.engine import (
     unused,
 )
 from zerolab.engine.life import Gradients
+from zerolab.engine.optimizers import as_list, as_one
 from zerolab.engine.options import Options
+from zerolab.engine.whole import WholeParameters
 
 
 class Engine:
     """The common part of all three stages. The arguments of every engine:
 
-    model, optimizer   as for the chapters; the optimizer may have any number of parameter groups
+    model, optimizer   as for the chapters; the optimizer may have any number of parameter groups, or be a list of them
     group              a process group, or a DeviceMesh of one dimension, or of two: (replicas, shards). Default: all
     param_dtype        the dtype to compute and to gather in, such as torch.bfloat16. Shards keep the parameters' dtype
     reduce_dtype       the dtype to reduce gradients in. Default: `param_dtype`
     find_unused        True: a step may leave parameters without a gradient
     offload_policy     torch's `CPUOffloadPolicy()`: shards and optimizer state in the host's memory
+    whole              True, or a list of parameters: each belongs to one rank as a whole, as Muon needs it (whole.py)
 
     Raises ValueError, TypeError or RuntimeError, on every rank, for a model, an optimizer or an option that cannot
     work. See checks.py, and docs/limits.md for what is not detected.
@@ -49,6 +52,7 @@ class Engine:
         reduce_dtype=None,
         find_unused=False,
         offload_policy=None,
+        whole=False,
         **chapter_options,
     ):
         group, copies, everyone = replicas.groups_of(group)
@@ -60,12 +64,14 @@ class Engine:
             reduce_dtype=reduce_dtype,
             find_unused=find_unused,
             offload_policy=offload_policy,
+            whole=WholeParameters(whole),
         )
         self.chapter_options = dict(chapter_options)
         self.gradients = Gradients.CLEARED
         self.sync = True  # False inside `no_sync`
         self.saving = None  # the thread of `checkpoint.async_save`
-        super().__init__(model, optimizer, group=group, **chapter_options)
+        self.optimizers = as_list(optimizer)
+        super().__init__(model, as_one(self.optimizers), group=group, **chapter_options)
         parameters.adopt(self.buckets)
         if param_dtype is not None:
             for module in self.modules_that_cast():
@@ -75,7 +81,7 @@ class Engine:
 
     def check(self):
         others = {name: value for name, value in self.chapter_options.items() if name != "units"}
-        checks.check_build(self.model, self.optimizer, self.options, others)
+        checks.check_build(self.model, self.optimizers, self.options, others)
 
     def broadcast_untrained(self):
         """Broadcast the buffers. `partition` broadcasts frozen parameters, or puts them into separate buckets."""
@@ -87,9 +93,10 @@ class Engine:
         names = {param: state_dict.plain_name(name) for name, param in self.model.named_parameters()}
         # For checkpoints: the names of each group's parameters, even if this rank owns no element of them.
         self.group_names = [[names[param] for param in group["params"]] for group in self.optimizer.param_groups]
-        groups.take_over(self.optimizer, self.buckets)
-        self.optimizer.register_step_pre_hook(weak_hook(self.before_update))
-        self.optimizer.register_step_post_hook(weak_hook(self.after_update))
+        for optimizer in self.optimizers:
+            groups.take_over(optimizer, self.buckets)
+            optimizer.register_step_pre_hook(weak_hook(self.before_update))
+            optimizer.register_step_post_hook(weak_hook(self.after_update))
 
     def before_update(self, optimizer, args, kwargs):
         checks.check_update(self)

@@ -17,13 +17,16 @@ DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per p
 
 
 def cut(bucket, shard):
-    """{parameter: its elements in `shard` (shard_numel,), a 1-D view}, for parameters that have any on this rank."""
+    """{parameter: its elements in `shard` (shard_numel,)}, for parameters that have any on this rank.
+
+    Each is a 1-D view. Of a parameter that is never cut (whole.py) it has the parameter's shape.
+    """
     pieces = {}
     for param, shape, offset in zip(bucket.params, bucket.shapes, bucket.offsets):
         begin = max(offset - bucket.own.start, 0)
         end = min(offset - bucket.own.start + shape.numel(), bucket.shard_numel)
         if begin < end:
-            pieces[param] = shard[begin:end]
+            pieces[param] = shard[begin:end] if bucket.owners is None else shard[begin:end].view(shape)
     return pieces
 
 
@@ -48,7 +51,7 @@ def take_over(optimizer, buckets):
             first = first_element(bucket, param)
             for key, value in before.get(param, {}).items():
                 if key != "step":
-                    value = value.flatten()[first : first + piece.numel()].clone()
+                    value = value.flatten()[first : first + piece.numel()].clone().view(piece.shape)
                 optimizer.state[piece][key] = value
             pieces.append(piece)
         param_group["params"][:] = pieces

@@ -35,15 +35,17 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return
         engine.reduce_gradients()
-        super().unscale_(engine.optimizer)
         device = engine.buckets[0].flat.device
-        found = self._found_inf_per_device(engine.optimizer)  # empty on a rank that owns only padding
         overflow = torch.zeros((), dtype=torch.float32, device=device)
-        for flag in found.values():
-            overflow = torch.maximum(overflow, flag.to(device))
+        for optimizer in engine.optimizers:
+            super().unscale_(optimizer)
+            for flag in self._found_inf_per_device(optimizer).values():  # none on a rank that owns only padding
+                overflow = torch.maximum(overflow, flag.to(device))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=engine.options.everyone)
         mesh = tensor_parallel.mesh_of(engine.model.parameters())
-        found[device] = tensor_parallel.gather_over(mesh, overflow).amax()
+        overflow = tensor_parallel.gather_over(mesh, overflow).amax()
+        for optimizer in engine.optimizers:
+            self._found_inf_per_device(optimizer)[device] = overflow
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         """Torch's, with the scale where the gradients are: with offload it is on the host.
@@ -58,11 +60,12 @@ class GradScaler(torch.amp.GradScaler):
         """`engine.step()`, unless a rank has an infinite gradient. Unscales first if that was not done."""
         if not self.is_enabled():
             return engine.step()
-        state = self._per_optimizer_states[id(engine.optimizer)]
-        if state["stage"] is OptState.STEPPED:
+        first = engine.optimizers[0]  # all of them have the same flags
+        if self._per_optimizer_states[id(first)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() was called already since the last update(): call scaler.update() in between")
-        if not self._found_inf_per_device(engine.optimizer):
+        if not self._found_inf_per_device(first):
             self.unscale_(engine)
-        if not any(flag.item() for flag in self._found_inf_per_device(engine.optimizer).values()):
+        if not any(flag.item() for flag in self._found_inf_per_device(first).values()):
             engine.step()
-        state["stage"] = OptState.STEPPED
+        for optimizer in engine.optimizers:
+            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED

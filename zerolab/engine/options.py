@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from zerolab.engine.whole import WholeParameters
+
 
 @dataclass(kw_only=True)
 class Options:
@@ -23,6 +25,7 @@ class Options:
     reduce_dtype: torch.dtype | None
     find_unused: bool
     offload_policy: CPUOffloadPolicy | None
+    whole: WholeParameters
 
     def equal_on_all_ranks(self):
         """{name: value} of what must be equal on all ranks. With replicas each row of ranks has its own group."""

@@ -118,7 +118,7 @@ def load_full_state_dict(engine, state):
         for param, piece in own_parts(bucket):
             values = tensor_parallel.take_part(param, state[keys[id(param)]]).reshape(-1)
             first = first_element(bucket, param)
-            piece.copy_(values[first : first + piece.numel()])
+            piece.copy_(values[first : first + piece.numel()].view(piece.shape))
     engine.shards_changed()
 
 

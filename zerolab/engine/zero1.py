@@ -35,6 +35,9 @@ class ZeRO1Engine(Engine, ZeRO1):
         self.all_buckets = buckets + [self.make_bucket(name, [(name, param)]) for name, param in frozen]
         return buckets
 
+    def make_runs(self, bucket_mb):
+        return [kind for run in super().make_runs(bucket_mb) for kind in self.options.whole.kinds(run)]
+
     def make_bucket(self, name, named_params):
         return EngineBucket(name=name, named_params=named_params, group=self.group, options=self.options)
 

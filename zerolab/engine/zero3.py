@@ -1,7 +1,7 @@
 """ZeRO-3 with options.
 
-A module has one unit for each kind of parameter: for each dtype, trained or frozen. Frozen parameters are sharded too.
-A unit without a last gradient is done when backward moves on, which backward_order.py finds out.
+A module has one unit for each kind of parameter: for each dtype, trained or frozen, cut or whole. Frozen parameters are
+sharded too. A unit without a last gradient is done when backward moves on, which backward_order.py finds out.
 """
 
 import warnings
@@ -84,7 +84,8 @@ class ZeRO3Engine(Engine, ZeRO3):
     def make_units(self, name, module, named_params):
         by_kind = {}
         for param_name, param in named_params:
-            by_kind.setdefault((param.dtype, param.requires_grad), []).append((param_name, param))
+            kind = param.dtype, param.requires_grad, param in self.options.whole.params
+            by_kind.setdefault(kind, []).append((param_name, param))
         units = []
         for pairs in by_kind.values():
             self.source.fill_parameters(pairs)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerolab.engine import offload
 from zerolab.engine.checkpoint.reader import Damaged, Folder, complete, newest
 from zerolab.engine.checkpoint.saving import as_piece, refuse_tensor_parallel, wait_for_last
-from zerolab.engine.checks import shorten
+from zerolab.engine.checks import names_of, shorten
 from zerolab.engine.state_dict import own_parts, own_state, plain_name, split_state
 from zerolab.engine.together import all_succeed, on_all_ranks
 
@@ -121,7 +121,6 @@ def check_model(engine, source, tensors, extras):
 
 def read_options(engine, source):
     """The saved options (learning rate, weight decay) of each parameter group, which is found by its parameters."""
-    optimizer = engine.optimizer
     where = f"the optimizer state in {str(source.path)!r}"
     groups = source.tree.get("optim", {}).get("param_groups")
     if not groups:
@@ -132,6 +131,9 @@ def read_options(engine, source):
             f"{where} has numbers in place of parameter names, as optimizer.state_dict() has. Save what torch's "
             "get_optimizer_state_dict(model, optimizer) returns. docs/migrating/move.py converts a file"
         )
+    kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
+    if kind not in (None, names_of(engine.optimizers)):
+        raise ValueError(f"{where} is from {kind}, but the optimizer here is {names_of(engine.optimizers)}")
     trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
     saved = {trained.intersection(group.pop("params", ())): group for group in groups}
     options = []
@@ -146,11 +148,9 @@ def read_options(engine, source):
                 f"{differences}. Build the optimizer with the same groups as when it was saved"
             )
         options.append(saved[here])
-    kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
-    if kind not in (None, type(optimizer).__name__):
-        raise ValueError(f"{where} is from {kind}, but the optimizer here is {type(optimizer).__name__}")
-    for group in options:
-        if not kind and (
+    optimizers = [optimizer for optimizer in engine.optimizers for _ in optimizer.param_groups]
+    for optimizer, group in zip(optimizers, options):
+        if (not kind or len(engine.optimizers) > 1) and (
             set(optimizer.defaults) - set(group)
             or group.get("decoupled_weight_decay") != optimizer.defaults.get("decoupled_weight_decay")
         ):
@@ -177,10 +177,13 @@ def plan_states(engine, source, wanted):
             states[piece] = saved.get(keys[param], {})
             for key, name in states[piece].items():
                 tensor = source.tensors.get(str(name))
-                if key in per_element:
+                if key in per_element and bucket.owners is None:
                     wanted[name] = as_piece(bucket, param, torch.empty(piece.shape, dtype=tensor.dtype))
-                elif tensor is not None and tensor.dim():
-                    raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, which is not the parameter's")
+                elif tensor is not None and tensor.dim() and bucket.owners is None:
+                    raise ValueError(
+                        f"{name!r} has shape {tuple(tensor.shape)}, which is not the parameter's: if its optimizer "
+                        "looks at whole tensors, build the engine with whole=True"
+                    )
                 else:
                     wanted |= {each: source.empty(each) for each in tree_leaves(name)}
     return states
@@ -212,8 +215,8 @@ def write_tensors(engine, tensors):
 
 def write_optimizer(engine, options, states):
     """Place the state as torch's optimizers do: with the piece, but a step counter on the CPU, unless it is fused."""
-    optimizer = engine.optimizer
-    for group, saved in zip(optimizer.param_groups, options):
+    places = [(optimizer, group) for optimizer in engine.optimizers for group in optimizer.param_groups]
+    for (optimizer, group), saved in zip(places, options):
         group.update(saved)
         for piece in group["params"]:
             optimizer.state.pop(piece, None)

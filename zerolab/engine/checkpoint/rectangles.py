@@ -42,7 +42,7 @@ def cut_into_rectangles(shape, first, end):
 
 
 class Piece(torch.Tensor):
-    """`elements` (numel,) of a tensor of `shape`, from index `first` on, in the form that DCP expects.
+    """`elements`, of any shape, of a tensor of `shape`, from index `first` on, in the form that DCP expects.
 
     DCP calls the three methods with underscores on any tensor that has them, such as a DTensor. So this class is a
     tensor. It has the whole tensor's shape and the memory of one element. The elements themselves are not copied.
@@ -53,10 +53,11 @@ class Piece(torch.Tensor):
         piece = torch.Tensor._make_subclass(Piece, elements.new_empty(()).expand(shape))
         piece.elements = elements
         piece.rectangles = {}  # offsets -> a view of its elements
+        flat = elements.reshape(-1)
         begin = 0
         for offsets, sizes in cut_into_rectangles(shape, first, first + elements.numel()):
             end = begin + math.prod(sizes)
-            piece.rectangles[torch.Size(offsets)] = elements[begin:end].view(sizes)
+            piece.rectangles[torch.Size(offsets)] = flat[begin:end].view(sizes)
             begin = end
         return piece
 

@@ -6,7 +6,7 @@ The state has DCP's layout for models and optimizers, with two additional entrie
     optim    state         {name of a parameter: {key: value}}               each rank's pieces
              param_groups  [{option: value, "params": names of parameters}]  rank 0's
     extra    {rank: the caller's values}                                     each rank's own
-    zero     {"optimizer": name of its class}                                rank 0's
+    zero     {"optimizer": name of its class, or of several}                 rank 0's
 
 On a CPU `save` copies nothing. From a GPU it copies one tensor at a time. `async_save` first copies this rank's part to
 the host, 12Ψ/N bytes with float32 and AdamW. Then training continues, and a thread writes the copy. DCP's own
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from zerolab.engine import tensor_parallel
 from zerolab.engine.checkpoint import folders
 from zerolab.engine.checkpoint.rectangles import Piece
+from zerolab.engine.checks import names_of
 from zerolab.engine.groups import first_element
 from zerolab.engine.state_dict import own_parts, own_state, plain_name, split_state
 from zerolab.engine.together import all_succeed, make_group, on_all_ranks
@@ -142,7 +143,7 @@ def collect(engine, extra, copied):
     }
     if rank == 0:
         state["optim"]["param_groups"] = collect_options(engine)
-        state["zero"] = {"optimizer": type(engine.optimizer).__name__}
+        state["zero"] = {"optimizer": names_of(engine.optimizers)}
     return state
 
 
@@ -168,7 +169,8 @@ def collect_model(engine, take, rank):
 
 def collect_optimizer_state(engine, take):
     """{name of a parameter: {key: value}} for the pieces of this rank that have a state."""
-    for key in engine.optimizer.state:
+    everything = engine.optimizer.state
+    for key in everything:
         if not isinstance(key, torch.Tensor):
             raise ValueError(f"the optimizer state {key!r} belongs to no parameter: keep it in a group's options")
     states = {}
@@ -176,18 +178,18 @@ def collect_optimizer_state(engine, take):
         names = dict(zip(bucket.params, bucket.names))
         for param, piece in bucket.pieces.items():
             state = states[plain_name(names[param])] = {}
-            for key, value in engine.optimizer.state.get(piece, {}).items():
+            for key, value in everything.get(piece, {}).items():
                 name = f"{key!r} in the optimizer state of {names[param]!r}"
                 if not isinstance(value, torch.Tensor):
                     state[key] = copy_plain(name, value)
                 elif value.shape == piece.shape:  # one value per element
                     state[key] = as_piece(bucket, param, take(value))
-                elif value.dim() == 0:
+                elif value.dim() == 0 or bucket.owners is not None:  # whole, as its parameter
                     state[key] = take(value)
                 else:
                     raise ValueError(
                         f"{name} has shape {tuple(value.shape)}: a checkpoint can put together only tensors with one "
-                        "value per element of the parameter"
+                        "value per element of the parameter, unless the parameter is whole: pass whole=True"
                     )
     return states
 

@@ -1,0 +1,34 @@
+"""Several optimizers: `ZeRO2Engine(model, [muon, adamw])`, for example Muon for the matrices and AdamW for the rest.
+
+Every trained parameter is in exactly one of them. Schedulers and your loop use each optimizer as before, and
+`engine.step()` steps all of them. `engine.optimizers` is always a list.
+"""
+
+
+class Optimizers:
+    """The list as `engine.optimizer`: what the chapters and the tools call, for all optimizers together."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self):
+        """The groups of all optimizers, in order. They are the optimizers' own dictionaries, so you may change them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self):
+        """{parameter: its state} of all optimizers. Write to the state of an optimizer itself, not to this copy."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def as_list(optimizer):
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def as_one(optimizers):
+    return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
