@@ -80,7 +80,7 @@ class Engine:
                  parameters. It may change the optimizer, or make another one of the same class and options
     on           the commands that run it by default, from names.py
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
-                 "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter)
+                 "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter), "whole" (parameters not to cut)
     promise      (what its ranks share out between steps, how many times Ψ (N-1)/N elements a rank sends in a step);
                  None if nothing is known of it
     counterpart  the name of torch's own engine that does the same
@@ -145,7 +145,7 @@ _ENTRIES = [
         "zero1",
         "ZeRO-1",
         zero1,
-        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
+        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         promise=(OPTIMIZER, 3),
         counterpart="zero_redundancy_optimizer",
         shade=LIGHT,
@@ -175,7 +175,7 @@ _ENTRIES = [
         "zero2",
         "ZeRO-2",
         zero2,
-        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine"),
+        takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         promise=(GRADIENTS, 2),
         counterpart="fsdp2_no_reshard",
         mark="^",
@@ -202,7 +202,7 @@ _ENTRIES = [
         "zero3",
         "ZeRO-3",
         zero3,
-        takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
+        takes=("dtype", "mesh", "offload_policy", "prefetch", "engine", "whole"),
         promise=(EVERYTHING, 3),
         counterpart="fsdp2",
         shade=DARK,

@@ -35,6 +35,20 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     return options.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
+def make_optimizers(model: GPT, options: argparse.Namespace, device: torch.device) -> tuple[list, list]:
+    """The optimizers, and the parameters that must not be cut between ranks, because Muon works on whole matrices."""
+    hyper = {"lr": options.lr, "weight_decay": 0.1}
+    matrices = []
+    if options.optimizer == "muon":
+        matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    optimizers = [torch.optim.AdamW(others, fused=device.type != "cpu", **hyper)]
+    if matrices:
+        # With this adjustment a rate that suits AdamW suits Muon, so both follow the same schedule.
+        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **hyper))
+    return optimizers, matrices
+
+
 class Training:
     """One rank's part of the run."""
 
@@ -45,10 +59,9 @@ class Training:
         self.batches = Batches(text, options.global_batch, self.config.seq, options.seed, world.device)
         self.unseen = Batches(end, options.global_batch, self.config.seq, options.seed, world.device)
         model = GPT(self.config, options.seed).to(world.device)
-        fused = world.device.type != "cpu"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, fused=fused)
-        more = {"dtype": engines.DTYPES[options.dtype], "engine": True}  # the chapters cannot clip
-        self.engine = engines.build(options.stage, model, optimizer, world.device, **more)
+        optimizers, whole = make_optimizers(model, options, world.device)
+        more = {"dtype": engines.DTYPES[options.dtype], "engine": True, "whole": whole}  # the chapters cannot clip
+        self.engine = engines.build(options.stage, model, optimizers, world.device, **more)
         self.saving = self.journal = None
 
     def run(self, asked) -> None:

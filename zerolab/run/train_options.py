@@ -34,6 +34,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=8,
         help="sequences per step of all ranks together (default 8)",
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: the matrices of the blocks are trained by Muon, the rest by AdamW (default adamw)",
+    )
     add_dtype(parser)
     parser.add_argument(
         "--save-every", type=positive_int, default=50, help="save a checkpoint after every so many steps (default 50)"
