@@ -283,3 +283,13 @@ def test_the_shards_hold_each_parameter_once(engine):
         dist.all_gather_object(owned, sum(piece.numel() for piece in bucket.pieces.values()))
         assert sum(owned) == sum(param.numel() for param in bucket.params)
         assert max(owned) <= bucket.shard_numel <= max(owned) + len(bucket.params) * bucket.alignment()
+
+
+@pytest.mark.stages("zero1", "zero2")
+@pytest.mark.ranks(3)
+def test_default_buckets_have_a_matrix_for_each_rank(engine):
+    """Matrices of 12 MiB. Two fit into the usual limit of 25 MiB, and the third rank would have padding only."""
+    model = nn.Sequential(*[nn.Linear(1024, 3072, bias=False) for _ in range(18)])
+    trained = engine(model, MOMENTUM(model.parameters()), whole=True)
+    assert [len(bucket.params) for bucket in trained.buckets] == [3] * 6
+    assert {bucket.numel for bucket in trained.buckets} == {3 * 1024 * 3072}, "padding"

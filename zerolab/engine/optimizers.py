@@ -21,6 +21,10 @@ class Optimizers:
         """{parameter: its state} of all optimizers. Write to the state of an optimizer itself, not to this copy."""
         return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
 
+    def register_step_pre_hook(self, hook):
+        """`hook` runs once per step, before the first optimizer."""
+        return self.optimizers[0].register_step_pre_hook(hook)
+
     def step(self):
         for optimizer in self.optimizers:
             optimizer.step()

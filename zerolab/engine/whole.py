@@ -14,8 +14,9 @@ goes to the rank that owns the least of all buckets so far. A shard is as large 
 the same. Whole and cut parameters have separate buckets, because the cut ones need room without gaps.
 
 The cost is padding: a bucket has N times its fullest part in elements. It is held in shards and gradients, and sent.
-The optimizer has no state for padding. A bucket of one matrix is N times as large as the matrix, so use buckets or
-units of many matrices (docs/whole-parameters.md has numbers). A rank may own nothing of a bucket, or of the model.
+The optimizer has no state for padding. A bucket of one matrix is N times as large as the matrix, so buckets are larger
+by default, and units should have many matrices (docs/whole-parameters.md has numbers). A rank may own nothing of a
+bucket, or of the model.
 
 Megatron places whole matrices by their cost too. nanochat groups matrices of one shape, and pads their number to a
 multiple of N. FSDP2 cuts rows, and for Muon torchtitan sends each matrix to one rank and back. DeepSpeed's stages 1 and
@@ -71,6 +72,17 @@ class WholeParameters:
                     f"{type(optimizer).__name__} looks at whole tensors, and {', '.join(names[:4])}{more} would be cut "
                     "between ranks: pass whole=True, or whole=[...] with all parameters of this optimizer"
                 )
+
+    def bucket_mb(self, engine):
+        """The default size of a bucket in MiB: None, the chapter's, if all parameters are cut.
+
+        Else the chapter's limit of 25 MiB grows to N times the largest whole parameter, so that each rank gets one.
+        """
+        if not self.params:
+            return None
+        total = sum(param.nbytes for param in engine.model.parameters() if param.requires_grad)
+        largest = max(param.nbytes for param in self.params)
+        return min(max(25, engine.world_size * largest / 2**20), max(1, total / 6 / 2**20))
 
     def kinds(self, named_params):
         """A list of (name, parameter) as one list per kind of bucket: the cut ones, the whole ones, or both."""

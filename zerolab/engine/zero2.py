@@ -30,7 +30,9 @@ class ZeRO2Engine(Engine, ZeRO2):
         return buckets
 
     def make_runs(self, bucket_mb):
-        return [kind for run in super().make_runs(bucket_mb) for kind in self.options.whole.kinds(run)]
+        whole = self.options.whole
+        runs = super().make_runs(whole.bucket_mb(self) if bucket_mb is None else bucket_mb)
+        return [kind for run in runs for kind in whole.kinds(run)]
 
     def make_bucket(self, name, named_params):
         return EngineBucket(name=name, named_params=named_params, group=self.group, options=self.options)
