@@ -95,6 +95,8 @@ def ask(number, build, module, name, arguments):
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(engine, "scaler"):  # the mistake is in the scaler
             patch.setattr(module, "GradScaler", type(engine.scaler))
+        if hasattr(engine, "run_backward"):  # the mistake is in the loss
+            patch.setattr(module, "backward_over_tokens", engine.run_backward)
         getattr(module, name)(engine=subject, **arguments)
 
 

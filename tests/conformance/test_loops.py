@@ -181,6 +181,15 @@ def some_tokens(step, rank):
     return inputs, targets if (step + rank) % 5 else torch.full_like(targets, -100)
 
 
+def backward_over_tokens(engine, micro_batches):
+    """The lines of the page."""
+    tokens = sum((targets != -100).sum() for _, targets in micro_batches)
+    dist.all_reduce(tokens)
+    for inputs, targets in micro_batches:
+        losses = nn.functional.cross_entropy(engine(inputs), targets, reduction="sum")
+        (losses * dist.get_world_size() / tokens).backward()
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.chapters
 def test_a_mean_over_the_tokens_of_all_ranks(engine):
@@ -194,21 +203,16 @@ def test_a_mean_over_the_tokens_of_all_ranks(engine):
         logits = torch.cat([pair.plain(inputs) for inputs, _ in everything])
         nn.functional.cross_entropy(logits, torch.cat([targets for _, targets in everything])).backward()
 
-        micro_batches = [pair.batch(2 * step + micro) for micro in range(2)]
-        tokens = sum((targets != -100).sum() for _, targets in micro_batches)
-        dist.all_reduce(tokens)
-        for inputs, targets in micro_batches:
-            losses = nn.functional.cross_entropy(pair.trained(inputs), targets, reduction="sum")
-            (losses * dist.get_world_size() / tokens).backward()
+        backward_over_tokens(pair.trained, [pair.batch(2 * step + micro) for micro in range(2)])
         pair.step()
     pair.check_weights()
 
 
 def test_the_page_has_the_lines_that_are_tested():
     lines = """
-        tokens = sum((targets != -100).sum() for _, targets in micro_batches)
-        dist.all_reduce(tokens)
-            (losses * dist.get_world_size() / tokens).backward()
+    tokens = sum((targets != -100).sum() for _, targets in micro_batches)
+    dist.all_reduce(tokens)
+        (losses * dist.get_world_size() / tokens).backward()
     """
     tested = Path(__file__).read_text()
     page = (Path(__file__).parents[2] / "docs" / "using-an-engine.md").read_text()
