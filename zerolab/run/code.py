@@ -1,6 +1,6 @@
 """Which code a result was measured on: a hash of the engines and the model, so that older results can be found.
 
-Comments, docstrings and layout do not count, because they change no measurement.
+Comments, docstrings, layout and the messages of errors do not count, because they change no measurement.
 """
 
 import ast
@@ -53,7 +53,9 @@ def imported_by(path: Path) -> Iterator[str]:
 
 
 def canonical(node) -> str:
-    """As `ast.dump`, without docstrings, and equal in all versions of Python, which show empty fields differently."""
+    """As `ast.dump`, without docstrings and what is raised, and equal in all versions of Python."""
+    if isinstance(node, ast.Raise):
+        return "raise"
     if isinstance(node, list):
         return f"[{','.join(canonical(each) for each in node)}]"
     if not isinstance(node, ast.AST):
@@ -61,5 +63,6 @@ def canonical(node) -> str:
     fields = dict(ast.iter_fields(node))
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
         fields["body"] = fields["body"][1:]
+    # Versions of Python differ in the fields that are there and empty.
     shown = [f"{name}={canonical(value)}" for name, value in fields.items() if value not in (None, [])]
     return f"{type(node).__name__}({','.join(shown)})"
