@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -182,6 +185,40 @@ def test_the_script_with_save_and_resume_trains_and_resumes(tmp_path):
         steps.append([int(step) for step in re.findall(r"rank 0, step (\d+): loss", printed)])
         (tmp_path / "my_train.py").write_text(script)
     assert steps == [[100, 200], [300]]
+
+
+@pytest.mark.long
+def test_the_lines_for_muon_train(tmp_path):
+    text = """
+        import torch, torch.distributed as dist
+        from zerolab.engine import ZeRO2Engine
+        from zerolab.run.model import GPT, next_token_loss, preset
+        dist.init_process_group("gloo")
+        model = GPT(preset("toy"))
+        LINES
+        tokens = torch.arange(8)[None] + dist.get_rank()
+        for step in range(9):
+            loss = engine.training_step(tokens, tokens, next_token_loss)
+        print(f"rank {dist.get_rank()}: loss {loss.item():.3f} on its own data, 4 tensors")
+        dist.barrier()
+        dist.destroy_process_group()
+    """
+    lines = code("adjust_lr_fn", "docs/whole-parameters.md")
+    found = losses(tmp_path / "muon.py", textwrap.dedent(text).replace("LINES", lines), 2)
+    assert found.keys() == {0, 1} and max(found.values()) < 5.3  # it begins at 5.55
+
+
+@pytest.mark.thorough
+def test_the_table_of_padding_is_what_the_lines_under_it_print(tmp_path):
+    script = code("def show", "docs/whole-parameters.md")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    found = re.findall(r"(\d+) ranks: ([\d.]+), ([\d.]+) and ([\d.]+)", ended.stdout)
+    assert len(found) == 16, ended.stderr
+    page = PAGES["docs/whole-parameters.md"]
+    for number in range(4):
+        ranks, _, largest, smallest = found[4 * number]
+        cells = [room for _, room, _, _ in found[4 * number : 4 * number + 4]]
+        assert f"| {ranks} | {' | '.join(cells)} | {largest} and {smallest} million |" in page
 
 
 @pytest.mark.long
