@@ -440,6 +440,7 @@ OPTIONS_OF_ENGINES = {
     "param_dtype": (0.2, torch.float32),
     "offload_policy": (0.3, True),
     "group": (0.3, "replicas"),
+    "whole": (0.2, True),
 }
 OPTIONS_OF_ZERO3 = dict.fromkeys(["reshard_after_forward", "reshard_after_backward"], (0.3, False))
 OPTIONS_OF_ZERO3 |= {"meta": (0.3, True)}
