@@ -180,8 +180,8 @@ class ZeRO1:
 class Bucket:
     """Parameters laid end to end in one flat buffer, which is cut into N equal shards. Rank r owns shard r.
 
-    For N = 4 and parameters a to d with 15, 3, 9 and 3 elements. In float32 everything begins at a multiple of 4
-    elements, because these are 16 bytes (see `alignment`). So `offsets` are 0, 16, 20 and 32:
+    An example: N = 4, and parameters a to d with 15, 3, 9 and 3 elements. Everything begins at a multiple of 16 bytes,
+    which are 4 elements in float32 (see `alignment`). So `offsets` are 0, 16, 20 and 32:
 
         element  0         10        20        30        40
         flat     aaaaaaaaaaaaaaa.bbb.ccccccccc...ddd.............     (a dot is padding, zeros)

@@ -351,6 +351,7 @@ def older_results() -> list[str]:
     now, lines = code.measured_hash(), []
     for path in sorted((ROOT / "results").rglob("*.json")):
         measured = json.loads(path.read_text())
+        measured = measured.get("otherData", measured) if isinstance(measured, dict) else {}  # in a Chrome trace
         if not path.name.startswith("plan-") and measured.get("code") != now:
             name, commit = path.relative_to(ROOT), measured.get("commit") or "an unknown commit"
             lines.append(f"measured on older code, {commit}: {name}; its command: {measured.get('command')}")
