@@ -471,12 +471,12 @@ def test_a_trace_has_memory_and_spans_on_one_clock(tmp_path):
     run_on_ranks(2, memory_and_spans_on_one_clock, folder=str(tmp_path))
 
 
-def test_memory_that_is_let_go_of_while_a_step_begins():
-    """A thread of gloo's lets go of a collective's buffer whenever it likes: here while `begin` looks at another."""
+def test_memory_that_is_freed_while_a_step_starts():
+    """A thread of gloo's frees a collective's buffer at any time: here while `start_step` looks at another."""
     with PartsLedger() as memory:
         alive = [torch.ones(number) for number in (3, 5, 7)]
         memory.clock = lambda: float(len(alive) > 2 and bool(alive.pop().numel()))
-        memory.begin()
+        memory.start_step()
         assert memory.live == 4 * (3 + 5) == [*memory.moments()][-1].live
 
 

@@ -201,7 +201,7 @@ def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkey
 
 
 def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
-    notebook.say("  " + "word " * 40 + "\n  short   line")
+    notebook.show("  " + "word " * 40 + "\n  short   line")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(len(line) <= notebook.COLUMNS for line in lines)
     assert lines[1].startswith("  word") and lines[3] == "  short   line"

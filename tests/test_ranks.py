@@ -16,7 +16,7 @@ HEAD = """\
 import os, signal, sys, time
 from zerolab.run import ranks
 folder = sys.argv[-1]
-rank = ranks.begin(folder)
+rank = ranks.start_rank(folder)
 ranks.report(folder, "first", rank, {"of": rank, "pid": os.getpid()})
 ranks.wait_for_reports(folder, "first", 2, 60)
 """

@@ -43,14 +43,14 @@ def _otherwise(options, cluster: Cluster, chosen: Prediction | None) -> list[str
     alone = len(options.engines) == 1
     engines = with_progress(options.engines, "twice the bandwidth")
     doubled = words.choose([predict(setup_of(options, engine), twice) for engine in engines])
-    said = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
+    sentences = [words.changed(chosen, doubled, f"twice the bandwidth of the {what}", alone)]
     half, per_node = options.ranks // 2, options.ranks_per_node
     # A single engine has no competitor, so it is not recorded twice. And half of the ranks may not be whole nodes.
     if not alone and (half <= per_node or half % per_node == 0):
         fewer = [predict(setup_of(options, engine, ranks=half), cluster)
                  for engine in with_progress(different(options.engines, half, per_node), "half the ranks")]  # fmt: skip
-        said.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
-    return said
+        sentences.append(words.changed(chosen, words.choose(fewer), f"half the ranks ({half})"))
+    return sentences
 
 
 @one_line(ValueError)

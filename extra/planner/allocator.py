@@ -25,7 +25,7 @@ class Allocator:
         self._free = defaultdict(list)  # by stream and size: bytes and address of the free blocks, in order
         self._starts: dict[int, int] = {}  # address of a free block -> its bytes, ...
         self._ends: dict[int, int] = {}  # ... and where it ends -> its address
-        self._lent = defaultdict(list)  # by stream and requested bytes: bytes and address, the youngest last
+        self._in_use = defaultdict(list)  # by stream and requested bytes: bytes and address, the youngest last
 
     def allocate(self, stream: str, nbytes: int) -> None:
         """Use the smallest free block that is large enough. The part that is not needed stays free."""
@@ -39,16 +39,16 @@ class Allocator:
         if length - size >= (UNIT if size <= SMALL else SMALL + 1):  # a large block is not split for little
             self._give(pool, length - size, address + size)
             length = size
-        self._lent[stream, nbytes].append((length, address))
+        self._in_use[stream, nbytes].append((length, address))
 
     def free(self, stream: str, nbytes: int) -> None:
         """Free the youngest of equal blocks, as activations are freed. Merge it with free neighbours."""
         pool = stream, _up(nbytes, UNIT) <= SMALL
-        if not self._lent[stream, nbytes]:  # it was there before the events began
+        if not self._in_use[stream, nbytes]:  # it was there before the events began
             self._give(pool, _up(nbytes, UNIT), self._top)
             self._top += _up(nbytes, UNIT) + 1
             return
-        length, address = self._lent[stream, nbytes].pop()
+        length, address = self._in_use[stream, nbytes].pop()
         if address + length in self._starts:
             length += self._take(pool, self._starts[address + length], address + length)[0]
         if address in self._ends:

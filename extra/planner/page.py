@@ -40,8 +40,8 @@ def plan_groups() -> str:
 
 def plan_summary() -> str:
     """The errors and what was fitted, in sentences."""
-    said = validate.in_sentences(result("plan-validation"))
-    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in said)
+    text = validate.in_sentences(result("plan-validation"))
+    return "\n".join(textwrap.fill(f"- {line}", 120, subsequent_indent="  ") for line in text)
 
 
 def plan_missed() -> str:

@@ -81,27 +81,27 @@ SOURCES = {"playbook": PLAYBOOK, "torchtitan": TORCHTITAN, "llm-foundry": FOUNDR
 UNITS = {"GB": GB, "GiB": GIB}
 
 
-def _row(told: dict[str, str]) -> Row:
+def _row(fields: dict[str, str]) -> Row:
     """A line of published.csv. An empty peak was not published. Without tokens per second the run did not fit.
 
     The rest follows from the source of the row.
     """
-    source, model, engine = SOURCES[told["source"]], told["model"], told["engine"]
-    numbers = {key: int(told[key]) for key in ("micro_batch", "accumulate")}
+    source, model, engine = SOURCES[fields["source"]], fields["model"], fields["engine"]
+    numbers = {key: int(fields[key]) for key in ("micro_batch", "accumulate")}
     bucket_mb = None
     if source == PLAYBOOK:
         bucket_mb = 25 if engine == "ddp" else ONE_BUCKET
-    config = replace(MODELS[model], seq=int(told["seq"]))
-    setup = Setup(config, engine, int(told["gpus"]), recompute=told["recompute"], bucket_mb=bucket_mb, **numbers)
-    tokens_per_s = int(told["tokens_per_s"] or 0)
-    peak = float(told["peak"]) * UNITS[told["unit"]] if told["peak"] else None
+    config = replace(MODELS[model], seq=int(fields["seq"]))
+    setup = Setup(config, engine, int(fields["gpus"]), recompute=fields["recompute"], bucket_mb=bucket_mb, **numbers)
+    tokens_per_s = int(fields["tokens_per_s"] or 0)
+    peak = float(fields["peak"]) * UNITS[fields["unit"]] if fields["peak"] else None
     keeps_low = source == PLAYBOOK and engine == "zero1_2psi" and setup.micro_batch == 1
     reserved = source == TORCHTITAN
-    return Row(model, told["gpu"], setup, tokens_per_s, peak, source, told["network"], reserved, keeps_low)
+    return Row(model, fields["gpu"], setup, tokens_per_s, peak, source, fields["network"], reserved, keeps_low)
 
 
 with Path(__file__).with_name("published.csv").open(newline="") as _table:
-    _ROWS = [_row(told) for told in csv.DictReader(_table)]
+    _ROWS = [_row(fields) for fields in csv.DictReader(_table)]
 ROWS = tuple(row for row in _ROWS if row.tokens_per_s)
 # (The Playbook's ZeRO-1 with a model of 8B stands for one of 8 GPUs or more.)
 OUT_OF_MEMORY = tuple(row for row in _ROWS if not row.tokens_per_s)

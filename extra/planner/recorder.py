@@ -34,8 +34,8 @@ NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 
 
 class Recorder(MemoryLedger):
-    """Record a step: inside `with Recorder() as recorder`, build an engine, run a step, call `recorder.begin()`, run
-    another step, and read `recorder.events`.
+    """Record a step: inside `with Recorder() as recorder`, build an engine, run a step, call `recorder.start_step()`,
+    run another step, and read `recorder.events`.
 
     Operations, collectives and storages are seen when torch dispatches them, waits and streams where they are called.
     Raises RuntimeError if an engine does not wait for the collectives of one kind in the order in which it issued them.
@@ -50,7 +50,7 @@ class Recorder(MemoryLedger):
         self._streams = Streams(self._mark, self._await)
         self._owners: dict[int, str] = {}  # a storage's address -> the stream in which it was allocated
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start to record events. Until now only live memory was recorded."""
         self.events, self._on, self.live_bytes = [], True, self.live
         self._waiting, self._first_mark = {}, self._marks
@@ -219,7 +219,7 @@ def record(setup: Setup) -> Recording:
             gc.disable()  # what is freed is freed by its last reference, at the same place in every step
             try:
                 train(engine, replace(setup, accumulate=1))
-                recorder.begin()
+                recorder.start_step()
                 train(engine, setup)
                 recorder.end()
             finally:

@@ -42,7 +42,7 @@ class _Item:
     until: float = 0.0
     after: list["_Item"] = field(default_factory=list)
     collective: bool = False
-    begin: float | None = None
+    start: float | None = None
     over: bool = False
 
 
@@ -97,7 +97,7 @@ def replay(events: tuple[Event, ...], cluster: Cluster) -> Times:
                 item = queue[0]
                 if item.ready <= now + EPSILON and all(other.over for other in item.after):
                     running[name] = queue.popleft()
-                    running[name].begin, left[name] = now, item.seconds
+                    running[name].start, left[name] = now, item.seconds
         communicates = any(item.collective for item in running.values())
         slower = 1 + cluster.slowdown if communicates else 1.0
         ends = {}
@@ -120,7 +120,7 @@ def replay(events: tuple[Event, ...], cluster: Cluster) -> Times:
                 item.over = True
                 del running[name]
                 if item.collective:
-                    times.collectives[item.name] = times.collectives.get(item.name, 0.0) + following - item.begin
+                    times.collectives[item.name] = times.collectives.get(item.name, 0.0) + following - item.start
         now = following
     if any(waiting.values()):
         raise RuntimeError("some work waits forever: record the events of a whole step")

@@ -36,8 +36,8 @@ def curve(rows: list[Row]) -> dict:
         accumulate = max(1, times // ranks) if first.setup.accumulate > 1 else 1
         found = predict(replace(first.setup, ranks=ranks, accumulate=accumulate), first.cluster)
         points.append({"ranks": ranks, "predicted": found.tokens_per_s, "published": measured.get(ranks)})
-    said = ", ".join(f"{one['predicted']:,.0f} on {one['ranks']}" for one in points)
-    print(f"{first.model} on {first.network}, tokens/s/GPU: {said}", flush=True)
+    rates = ", ".join(f"{one['predicted']:,.0f} on {one['ranks']}" for one in points)
+    print(f"{first.model} on {first.network}, tokens/s/GPU: {rates}", flush=True)
     return {"model": first.model, "engine": first.setup.engine, "network": first.network, "points": points}
 
 

@@ -18,7 +18,7 @@ FITTED_UP_TO = 128  # GPUs
 ALPHAS = tuple(microseconds * 1e-6 for microseconds in (4, 8, 12, 16, 20))
 CROWDINGS = tuple(percent / 100 for percent in range(16, 48, 4))
 OFF, MEMORY_OFF = 0.10, 0.08  # errors beyond these are named
-NOISE = 0.03  # published throughputs that differ by less are not said to differ
+NOISE = 0.03  # published throughputs that differ by less count as equal
 TABLE_WEIGHT = 1 / 8  # of a point of NCCL's table, whose runs spread widely; a published row weighs 1
 
 # The fits, and the rows that they use.
@@ -185,14 +185,14 @@ def groups(checks: list[dict]) -> list[dict]:
 
 def missed(checks: list[dict]) -> list[str]:
     """The names of rows with an unusually large error. There the model is wrong, or the run was unusual."""
-    said = []
+    sentences = []
     for one in checks:
         where = "{model}, {gpus} GPUs, {engine}, {micro_batch} x {accumulate}, {seq:,} tokens".format_map(one)
         if abs(one["error"]) > OFF:
-            said.append(f"{where}: throughput {one['error']:+.1%}")
+            sentences.append(f"{where}: throughput {one['error']:+.1%}")
         if abs(one["memory_error"] or 0) > MEMORY_OFF:
-            said.append(f"{where}: memory {one['memory_error']:+.1%}")
-    return said
+            sentences.append(f"{where}: memory {one['memory_error']:+.1%}")
+    return sentences
 
 
 def summary(checks: list[dict]) -> dict:

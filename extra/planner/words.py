@@ -64,15 +64,15 @@ def recommendation(predictions: Sequence[Prediction], cluster: Cluster) -> str:
     if len(predictions) == 1:
         return f"{name} fits."
     fastest = min((found for found in predictions if found.fits), key=lambda found: found.step)
-    said = f"{name}: the fastest that fits"
+    text = f"{name}: the fastest that fits"
     if fastest is not chosen:
-        said = (f"{name}: within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}, which counts as equal. "
+        text = (f"{name}: within {SAME:.0%} of the fastest, {TITLES[fastest.setup.engine]}, which counts as equal. "
                 f"Of equals it is the first in the order {', '.join(ENGINES)}")  # fmt: skip
     best = min(predictions, key=lambda found: found.step)
     if not best.fits and best.step < chosen.step * (1 - SAME):
         slower = chosen.step / best.step - 1
-        said += f", and {slower:.0%} slower than {TITLES[best.setup.engine]}, which does not fit"
-    return said + "."
+        text += f", and {slower:.0%} slower than {TITLES[best.setup.engine]}, which does not fit"
+    return text + "."
 
 
 def changed(before: Prediction | None, after: Prediction | None, condition: str, alone: bool = False) -> str:

@@ -40,10 +40,11 @@ class CellLedger(PartsLedger):
     """A `PartsLedger` that follows the bytes from one storage to the next, without help from the engine.
 
     A bucket's buffers, a parameter and its optimizer state have a place from the start. A gradient has its parameter's
-    place. A buffer that a collective or a copy fills has the place of its source. Call `begin(engine)` twice before the
-    recorded step, because DDP's buckets and the optimizer state exist only after a step.
+    place. A buffer that a collective or a copy fills has the place of its source. Call `start_step(engine)` twice
+    before the recorded step, because DDP's buckets and the optimizer state exist only after a step.
 
-    `rows`: see `rows_of`. `collective_rows`: for each collective since `begin`, in the order of issue, its row or None.
+    `rows`: see `rows_of`. `collective_rows`: for each collective since `start_step`, in the order of issue, its row
+    or None.
     """
 
     def __init__(self, engine=None, rank: int | None = None, ranks: int | None = None):
@@ -58,13 +59,13 @@ class CellLedger(PartsLedger):
         self._sent: set[int] = set()  # numbers of the storages that a reduction reads
         super().__init__(engine)
 
-    def begin(self, engine=None) -> None:
+    def start_step(self, engine=None) -> None:
         self._place, self._home, self._owner, self._sent, self.collective_rows = {}, {}, {}, set(), []
         engine = engine or self._engine
         if engine is not None:
             self.rows = rows_of(engine, self.ranks, self._buckets_of(engine))
             self._find_homes()
-        super().begin(engine)
+        super().start_step(engine)
 
     def changes(self) -> Iterator[Change]:
         """The changes of the cells at each of the ledger's events, in order, without events of other parts."""

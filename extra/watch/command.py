@@ -110,7 +110,7 @@ def runs_of(options: argparse.Namespace) -> list[Recordable]:
 @engine_file.named_in_errors()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     """The program of every rank: make one recording after the other, and report each when it is complete."""
-    ranks.begin(folder)
+    ranks.start_rank(folder)
     device = "cpu" if options.bug is not None else options.device  # as the museum
     world = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):

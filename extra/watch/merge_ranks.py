@@ -45,16 +45,16 @@ PHASES = {"1": "forward", "2": "backward"}
 
 def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
     """One recording, from the results of `record_rank.record` on each rank."""
-    origin = min(seen["begins"] for seen in ranks)
+    origin = min(seen["started"] for seen in ranks)
 
     def at(seconds: float) -> int:
         return max(0, round((seconds - origin) * 1e6))
 
-    came, changes, work, waits, looks, updates = [], [], [], [], [], []
+    with_ways, changes, work, waits, looks, updates = [], [], [], [], [], []
     for seen in ranks:
-        came += _events(seen, at)
-    came.sort(key=lambda pair: pair[0][:2])
-    events = [event for event, _ in came]
+        with_ways += _events(seen, at)
+    with_ways.sort(key=lambda pair: pair[0][:2])
+    events = [event for event, _ in with_ways]
     times = [event[0] for event in events]
     for seen in ranks:
         changes += _changes(seen, at, times)
@@ -79,7 +79,7 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
         "versions": _versions(versions_by_cell(looks, updates)),
         "live": [_live(seen, at, times) for seen in ranks],
         "events": events,
-        **_code(ranks, [way for _, way in came]),
+        **_code(ranks, [way for _, way in with_ways]),
     }
 
 
@@ -129,7 +129,7 @@ def _events(seen: dict, at) -> list[tuple[list, list]]:
             events.append(([at(begins), rank, "step", name], way))
             end = ends
     events += [
-        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], way) for begins, unit, step, way in seen["begun"]
+        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], way) for begins, unit, step, way in seen["computations"]
     ]
     for index, (_, _, _, _, begins, ends, _, _, issued, ended) in enumerate(seen["collectives"]):
         events.append(([at(begins), rank, "issue", index], issued))
@@ -146,10 +146,10 @@ def _events(seen: dict, at) -> list[tuple[list, list]]:
     return events
 
 
-def _code(ranks: list[dict], came: list) -> dict:
+def _code(ranks: list[dict], all_ways: list) -> dict:
     """The lines of the chapters: of each event, and those that no step runs."""
     ways, lines = {}, []
-    for way in came:
+    for way in all_ways:
         key = tuple(map(tuple, way))
         lines.append(ways.setdefault(key, len(ways)) if key else -1)
     ran = {tuple(place) for seen in ranks for place in seen["lines"]}

@@ -38,7 +38,7 @@ class RecordingLedger(CellLedger, Listener):
         self.clock, self.versions = timeline.now, WeightVersions(self.rank)
         self.updated, self.updated_at = None, ()
         self.units = units_of(self.rows, unit_names(self._engine.model))
-        self.begun: list[tuple] = []  # (moment, unit, step, calls) of each computation
+        self.computations: list[tuple] = []  # (moment, unit, step, calls) of each computation
         self.began_at: dict[int, Calls] = {}  # id of a step's span
         self.issued_at: list[Calls] = []  # of each collective
         self.ended_at: dict[int, Calls] = {}  # index of a collective
@@ -60,9 +60,9 @@ class RecordingLedger(CellLedger, Listener):
         self._look(self._gathered([collective]))
 
     def computes(self, unit: str, step: str) -> None:
-        if self.begun and self.begun[-1][1:3] == (unit, step):
+        if self.computations and self.computations[-1][1:3] == (unit, step):
             return  # it continues after a collective
-        self.begun.append((self.clock(), unit, step, calls()))
+        self.computations.append((self.clock(), unit, step, calls()))
         under_way = self._gathered(self._timeline.under_way())  # these weights are not complete yet
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
@@ -118,7 +118,7 @@ def record(run: Recordable, world: World, tries: int = 1) -> dict:
     with RecordingLedger(None, world.rank, world.world_size) as memory:
         engine = loop.build()
         for number in range(run.warm_up):
-            memory.begin(engine)
+            memory.start_step(engine)
             # In the last step before the recorded one, because a trace makes a step slow.
             last = number == run.warm_up - 1
             with lines_that_run(lines) if last else contextlib.nullcontext():
@@ -128,13 +128,13 @@ def record(run: Recordable, world: World, tries: int = 1) -> dict:
             seen[-1]["lines"] = sorted(lines)
     if tries == 1:
         return seen[0]  # it may have failed, and then the ranks cannot use a collective any more
-    taken = process_group.largest([each["ends"] - each["begins"] for each in seen], world)
+    taken = process_group.largest([each["ends"] - each["started"] for each in seen], world)
     return seen[taken.index(min(taken))]
 
 
 def _one_step(step, engine, memory: RecordingLedger, world: World) -> dict:
     error, raised_at = None, ()
-    memory.begin(engine)
+    memory.start_step(engine)
     dist.barrier()
     timeline = Timeline(engine, world.device, memory)
     try:
@@ -158,10 +158,10 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
     opened = timeline.opened
     return {
         "rank": world.rank,
-        "begins": opened,
+        "started": opened,
         "ends": at(ended),
         "error": error,
-        "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _words(row)} for row in memory.rows],
+        "rows": [{"name": row.name, "nbytes": row.nbytes, "parameters": _described(row)} for row in memory.rows],
         "shards": any(map(is_sharded, memory.rows)),
         "units": memory.units,
         "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes,
@@ -170,7 +170,7 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
         "steps": [[s.name, opened + s.start, opened + s.end, memory.began_at[id(s)]]
                   for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
-        "begun": [[at(moment), unit, step, came] for moment, unit, step, came in memory.begun],
+        "computations": [[at(moment), unit, step, calls] for moment, unit, step, calls in memory.computations],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.end_known,
                          memory.issued_at[s.number], memory.ended_at.get(s.number, ())]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
@@ -181,7 +181,7 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
     }  # fmt: skip
 
 
-def _words(row: Row) -> str:
+def _described(row: Row) -> str:
     """ "blocks.0.norm1.weight to blocks.0.down.bias": what the row's parameters are, in the model's order."""
     names = parameters_of(row)
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

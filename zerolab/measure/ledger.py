@@ -62,7 +62,7 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in [] if engine is None else engine_tensors(engine):
             self.track(tensor)
 
-    def begin(self, engine=None) -> None:
+    def start_step(self, engine=None) -> None:
         """A step of `engine` begins."""
         self.reset_peak()
 
@@ -186,7 +186,7 @@ class PartsLedger(MemoryLedger):
         self.failed: Moment | None = None  # what was alive when an operation found no memory
         super().__init__(engine)
 
-    def begin(self, engine=None) -> None:
+    def start_step(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering, and again for every further step."""
         self._engine, self.failed = engine or self._engine, None
         for handle in self._handles:
@@ -211,7 +211,7 @@ class PartsLedger(MemoryLedger):
         self.reset_peak()
 
     def moments(self) -> Iterator[Moment]:
-        """The live bytes after each event since `begin`, in order."""
+        """The live bytes after each event since `start_step`, in order."""
         sizes, parts, live = {}, Counter(), 0
         for index, nbytes, phase, step, module, when in self._events:
             part, more = self._part.get(index, TEMPORARIES), nbytes - sizes.get(index, 0)
@@ -311,7 +311,7 @@ class PartsLedger(MemoryLedger):
     def __enter__(self):
         self._where.open()
         result = super().__enter__()
-        self.begin()
+        self.start_step()
         return result
 
     def __exit__(self, *exception):

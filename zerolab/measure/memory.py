@@ -236,7 +236,7 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
 def main() -> None:
     options = arguments()
     what = "fake tensors, which use no memory" if options.device == "fake" else "real allocations on the GPU"
-    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.words(options)}"
+    batch = f"{options.batch} sequence(s) of {options.seq} tokens per rank{micro_batches.in_words(options)}"
     extra = ", activations checkpointed" if options.checkpoint_activations else ""
     ranks = f"1 to {options.up_to}" if options.up_to else options.ranks
     print_wrapped(__doc__.splitlines()[0])

@@ -34,7 +34,7 @@ def headline(about: dict, options: argparse.Namespace, world: World) -> str:
     return (
         f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}\n"
         f"GPT {options.preset}: {about['parameters']:,} parameters; {options.batch} x {options.seq} tokens per rank "
-        f"and step{micro_batches.words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
+        f"and step{micro_batches.in_words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
         f"{precision}{tf32}"
     )
 

@@ -40,23 +40,23 @@ MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
 def divide(
-    begin: float,
+    start: float,
     end: float,
     operations: list[Interval],
     updates: list[Interval],
     waits: list[Wait],
     collectives: list[Span],
 ) -> dict:
-    """The step from `begin` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
+    """The step from `start` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
     "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" has
     the kinds whose end the backend reports only when somebody waits for them: their overlapped time is an upper limit.
 
     `updates` are the times of step 4. All times are on one clock.
     """
     spent, exposed, overlapped = Counter(), Counter(), Counter()
-    reached, going_on = begin, []  # what is going on, in the order in which it began
+    reached, going_on = start, []  # what is going on, in the order in which it began
     for moment, begins, what in [*_changes(operations, updates, waits, collectives), (end, True, None)]:
-        seconds = min(moment, end) - max(reached, begin)
+        seconds = min(moment, end) - max(reached, start)
         if seconds > 0:
             awaited = next((each.collective for each in going_on if isinstance(each, Wait)), None)
             moving = next((each for each in going_on if isinstance(each, Span)), None)
@@ -74,8 +74,8 @@ def divide(
             going_on.append(what)
         else:
             going_on.remove(what)
-    late = {span.name for span in collectives if not span.end_known and span.start < end and span.end > begin}
-    return {"step": end - begin, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
+    late = {span.name for span in collectives if not span.end_known and span.start < end and span.end > start}
+    return {"step": end - start, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
             "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
 
 
@@ -252,8 +252,8 @@ def table(result: dict) -> str:
             clear.append(f"{name}: {slowest_rank(found)}")
         elif name != "single":
             unclear.append(name)
-    begin = f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s)."
-    lines = [begin, LOOK_AT_OWN_WORK, *tables.text(tables.rows_of(rows)), PARTS_OF_A_STEP, *clear]
+    title = f"Where the time of a step goes, per rank, in ms: means of {steps} more step(s)."
+    lines = [title, LOOK_AT_OWN_WORK, *tables.text(tables.rows_of(rows)), PARTS_OF_A_STEP, *clear]
     if unclear:
         lines.append(f"No rank stands out: {', '.join(unclear)}.")
     if result["slow_rank"]:

@@ -55,15 +55,15 @@ class StepTrace(Listener):
 
     def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
         self.engine, self.memory = engine, memory
-        self._micro_batches, self._begun = micro_batches, 0
+        self._micro_batches, self._micro_batch = micro_batches, 0
         self._depth = 0  # how many labelled steps are open
 
     def numbered(self, step: str) -> str:
         """The line for the beginning of "1 forward", for example."""
         if step.startswith("1"):
-            self._begun += 1
+            self._micro_batch += 1
         if self._micro_batches > 1 and step[0] in "12":
-            return f"Step {step}, micro-batch {self._begun} of {self._micro_batches}"
+            return f"Step {step}, micro-batch {self._micro_batch} of {self._micro_batches}"
         return f"Step {step}"
 
     def step_begins(self, step: Span, depth: int) -> None:

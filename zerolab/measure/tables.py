@@ -44,10 +44,10 @@ def wrapped(message: str, columns: int | None = None) -> str:
     """
     lines, columns = [], columns or columns_here()
     for line in message.split("\n"):
-        begin = " " * re.match(r" *(\S+ {2,})?", line).end()
+        indent = " " * re.match(r" *(\S+ {2,})?", line).end()
         fits = len(line) <= columns
         lines += [line] if fits else textwrap.wrap(
-            line, columns, subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
+            line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )  # fmt: skip
     return "\n".join(lines)
 

@@ -195,14 +195,16 @@ class Timeline(TorchDispatchMode):
         if func._schema.name in PRODUCTS:
             for _, span in self._under_way.values():
                 span.hides = True
-        begun = (start, time.perf_counter()) if self._gpu else start  # the GPU has reached it, the host has launched it
+        started = (
+            (start, time.perf_counter()) if self._gpu else start
+        )  # the GPU has reached it, the host has launched it
         last = self._computing
         if last is None or (last.name, last.step) != at_work:
-            self._computing = last = Span(COMPUTE, at_work[0], begun, None, at_work[1])
+            self._computing = last = Span(COMPUTE, at_work[0], started, None, at_work[1])
             self.spans.append(last)
         last.end = self.now()
         if self._is_computing():
-            self._ran.append((start, begun, last.end))
+            self._ran.append((start, started, last.end))
         return result
 
     def _is_computing(self) -> bool:
@@ -306,7 +308,7 @@ class Timeline(TorchDispatchMode):
         for each in (*self.spans, *self.waits):
             stop = end if each.end is None else each.end  # there was no wait for it inside the `with`
             each.start, each.end = self._interval(each.start, stop)
-        self.operations = [self._interval(begun, end) for _, begun, end in self._ran]
+        self.operations = [self._interval(started, end) for _, started, end in self._ran]
         self._find_waits()
         for several in (self.spans, self.waits):
             several.sort(key=lambda each: each.start)

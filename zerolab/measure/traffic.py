@@ -37,8 +37,8 @@ def kind_of(func) -> str | None:
     """
     if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         name = func._schema.name.split("::")[1].replace("_", "")
-        for begin, kind in KINDS.items():
-            if name.startswith(begin):
+        for prefix, kind in KINDS.items():
+            if name.startswith(prefix):
                 return kind
     return None
 

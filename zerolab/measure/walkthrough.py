@@ -59,7 +59,7 @@ def main() -> None:
             engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
         print_wrapped(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
-            memory.begin(engine)
+            memory.start_step(engine)
             with explained(f"training step {number}", engine, memory):
                 loss = _train(engine, batch, options)
             print_wrapped(f"training step {number}: loss {loss.item():.4f} on this rank's batch")

@@ -65,7 +65,7 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
 
     `allocator` was made before the engine was built.
     """
-    memory.begin(engine)
+    memory.start_step(engine)
     meter = allocator or memory
     memory.reset_peak()
     meter.reset_peak()

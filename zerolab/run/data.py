@@ -76,8 +76,8 @@ class Batches:
     def part(self, step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank `rank`'s part of one batch that all ranks share."""
         inputs, targets = self(step, 0)
-        begin, end = (len(inputs) * each // world_size for each in (rank, rank + 1))
-        return inputs[begin:end], targets[begin:end]
+        start, end = (len(inputs) * each // world_size for each in (rank, rank + 1))
+        return inputs[start:end], targets[start:end]
 
     def whole(self, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' batches of this step as one of (world_size * batch, seq)."""

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import record_function
 
 
-def words(options: argparse.Namespace) -> str:
+def in_words(options: argparse.Namespace) -> str:
     """ ", in K micro-batches" for a headline, or "" where there is one."""
     return f", in {options.accumulate} micro-batches" if options.accumulate > 1 else ""
 

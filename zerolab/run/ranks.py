@@ -33,7 +33,7 @@ ENDING = 5  # seconds from SIGTERM to SIGKILL
 # Called by a rank.
 
 
-def begin(folder: str | Path) -> int:
+def start_rank(folder: str | Path) -> int:
     """Called first on every rank, so that it is known how the rank ends. Returns its number."""
     end_with_parent(signal.SIGKILL)
     rank = int(os.environ["RANK"])

@@ -96,19 +96,19 @@ def first_failure(failures: dict) -> tuple:
 
     Times are in whole seconds, so they cannot tell a rank that fails from one that misses it a moment later.
     """
-    begin = min(failure.timestamp for failure in failures.values())
+    first_time = min(failure.timestamp for failure in failures.values())
     ranks = sorted(failures, key=lambda rank: failures[rank].timestamp)
-    causes = [rank for rank in ranks if not is_consequence(failures[rank], begin)]
+    causes = [rank for rank in ranks if not is_consequence(failures[rank], first_time)]
     rank = causes[0] if causes else ranks[0]
     return rank, failures[rank]
 
 
-def is_consequence(failure, begin: int) -> bool:
-    """Whether a rank failed because another one did, or was ended by torch after another had failed at `begin`."""
+def is_consequence(failure, first_time: int) -> bool:
+    """Whether a rank failed because another one did, or was ended by torch after another had failed at `first_time`."""
     if isinstance(failure.message, dict):
         return bool(failure.message.get("extraInfo", {}).get("lost"))
     if failure.exitcode == -signal.SIGKILL:  # torch's SIGKILL follows its SIGTERM after 30 s
-        return failure.timestamp >= begin + PATIENCE
+        return failure.timestamp >= first_time + PATIENCE
     return failure.exitcode == -signal.SIGTERM
 
 

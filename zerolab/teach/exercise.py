@@ -40,14 +40,14 @@ def statements(tree: ast.Module, where: str) -> list[ast.stmt]:
 
 def _comment(paragraphs: list[str], indent: int = 0) -> list[str]:
     """The paragraphs as lines of comments."""
-    begin = f"{' ' * indent}# "
+    prefix = f"{' ' * indent}# "
     lines = []
     for paragraph in paragraphs:
         lines += textwrap.wrap(
             paragraph,
             119,
-            initial_indent=begin,
-            subsequent_indent=begin,
+            initial_indent=prefix,
+            subsequent_indent=prefix,
             break_on_hyphens=False,
             break_long_words=False,
         )
@@ -63,29 +63,29 @@ def _cut(text: str, blank: Blank, hints: int) -> str:
         code = lines[body[0].lineno - 1 : body[-1].end_lineno]
         taken += sum(bool(line.strip()) and not line.strip().startswith("#") for line in code)
     step = blank.title.partition(":")[0].upper()
-    said = [*blank.hints[:hints], f"Target: {blank.target.format(lines=taken)}."]
-    said[0] = f"{step}. {said[0]}"
+    sentences = [*blank.hints[:hints], f"Target: {blank.target.format(lines=taken)}."]
+    sentences[0] = f"{step}. {sentences[0]}"
     top_down = sorted(bodies, key=lambda where: bodies[where][0].lineno)
     for where in reversed(top_down):  # from below, so that the line numbers of the others stay
         body = bodies[where]
         first, last, indent = body[0].lineno - 1, body[-1].end_lineno, body[0].col_offset
         while lines[first - 1].strip().startswith("#"):  # the chapter's comment on what is taken out
             first -= 1
-        above = said if where == top_down[0] else [f"{step}, as in {top_down[0]}."]
+        above = sentences if where == top_down[0] else [f"{step}, as in {top_down[0]}."]
         lines[first:last] = [*_comment(above, indent), f'{" " * indent}raise NotImplementedError("{blank.title}")']
     return "\n".join(lines)
 
 
 def _introduction(name: str, exercise: ChapterExercise) -> list[str]:
     """The comment below the chapter's docstring."""
-    said = [
+    sentences = [
         f"An exercise, made from {exercise.chapter}.py. When it is finished, it {exercise.goal}.",
         "Write what raises NotImplementedError, in this order, which need not be the order of the lines. After each "
         f"blank run ./launch.sh check {name} (--hint gives one more hint).",
         "Each blank is tried by itself: the other blanks are the chapter's then. So names that other code reads must "
         "stay.",
     ]
-    lines = _comment(said)
+    lines = _comment(sentences)
     for blank in exercise.blanks:
         lines += [f"#   {blank.title}", *_comment([f"    {', '.join(blank.where)}"])]
     return lines
@@ -141,12 +141,12 @@ def lines_of_blanks(text: str) -> dict[str, int]:
 def summary(name: str, text: str) -> str:
     """What is printed after an exercise was written."""
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
-    said = [f"written: {FOLDER / name}.py"]
+    sentences = [f"written: {FOLDER / name}.py"]
     for blank in getattr(exercise, "blanks", ()):
-        said.append(f"  {lines.get(blank.title, ''):>4}  {blank.title}")
-    said.append(f"When it is finished, it {exercise.goal}.")
-    said.append(f"Check it at any time, in about half a minute: ./launch.sh check {name}")
-    return "\n".join(said)
+        sentences.append(f"  {lines.get(blank.title, ''):>4}  {blank.title}")
+    sentences.append(f"When it is finished, it {exercise.goal}.")
+    sentences.append(f"Check it at any time, in about half a minute: ./launch.sh check {name}")
+    return "\n".join(sentences)
 
 
 @one_line(ValueError, OSError)

@@ -41,7 +41,7 @@ def run(line: str) -> str:
     environment = ranks.environment(PYTHON=sys.executable)
     environment.pop("MPLBACKEND", None)
     streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    say(f"$  {line}")
+    show(f"$  {line}")
     printed, began, dots = [], time.monotonic(), 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         # The command also ends if the reader interrupts the kernel.
@@ -63,11 +63,11 @@ def run(line: str) -> str:
 def memory(arguments: str) -> dict:
     """The JSON of `./launch.sh memory` with these arguments, run in this process."""
     options = memory_command.arguments(shlex.split(arguments))
-    say(f"the same as: ./launch.sh memory {arguments}")
+    show(f"the same as: ./launch.sh memory {arguments}")
     return memory_command.measure_all(options)
 
 
-def say(text: str, columns: int = COLUMNS) -> None:
+def show(text: str, columns: int = COLUMNS) -> None:
     """Print `text` with long lines wrapped."""
     print(tables.wrapped(text, columns), flush=True)
 

@@ -7,7 +7,7 @@
 In notebook 6 readers vote on twelve claims of the articles.
 """
 
-from zerolab.teach.notebook import ROOT, read, say, table
+from zerolab.teach.notebook import ROOT, read, show, table
 
 NEAR = 0.05  # a measured number is correct within this fraction; a count must be exact
 _kept: dict[str, dict] = {}  # question -> {part: what the reader has written}
@@ -91,7 +91,7 @@ def ask() -> None:
     """Print the claims with their numbers."""
     rows = recorded()
     for number, name in enumerate(ASKED, 1):
-        say(f"{number:2}. {rows[name]['claim']}")
+        show(f"{number:2}. {rows[name]['claim']}")
 
 
 def reveal(question: str, claims: list[dict]) -> None:
@@ -106,5 +106,5 @@ def reveal(question: str, claims: list[dict]) -> None:
     for claim in _kept.get(question, ()):
         row = asked[claim]
         where = "run just now" if row["name"] in now else "recorded"
-        say(f"{claim.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}. {row['why']}")
-        say(f"    found ({where}): {row['found']}")
+        show(f"{claim.replace('_', ' ')}: {row['claim']}\n    {row['verdict']}. {row['why']}")
+        show(f"    found ({where}): {row['found']}")

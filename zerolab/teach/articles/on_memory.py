@@ -239,7 +239,7 @@ def stages_in_mixed_precision() -> Outcome:
     """Under the stages a GPU has 2 + 4 + 8/N, 2 + 12/N and 14/N bytes per parameter in mixed precision."""
     states = [step(name, dtype=torch.bfloat16).state for name in ("zero1", "zero2", "zero3")]
     return holds_if(
-        all(close(state, said, within=0.02) for state, said in zip(states, (7, 3.5, 1.75))),
+        all(close(state, printed, within=0.02) for state, printed in zip(states, (7, 3.5, 1.75))),
         f"at N = 8: {states[0]:.4g}, {states[1]:.4g} and {states[2]:.4g} bytes; the formulas give 7, 3.5 and 1.75",
         why="The figure leaves out the float32 master weights. They are sharded too: 4/N bytes more.",
     )

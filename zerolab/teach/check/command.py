@@ -71,7 +71,7 @@ class Checked:
 
     def check_whole(self, kind: str) -> None:
         """By the tests that chapters pass. `kind`: "student", or "free" for a file without a chapter's structure."""
-        self.say("        ... the conformance tests judge the whole file")
+        self.show("        ... the conformance tests judge the whole file")
         before = len(self.results)
         engine = f"{kind}:{self.options.name}:{self.file}"
         # These tests delay the collectives of the chapters' modules, and a student's file has names of its own.
@@ -80,9 +80,9 @@ class Checked:
         self.run(CONFORMANCE, *left_out, "--engine", engine, "--patience", str(self.options.seconds))
         failed = [case for case in self.results[before:] if failure_of(case) is not None]
         self.verdicts[WHOLE] = FAILED if failed or len(self.results) == before else PASSED
-        self.say(f"{self.verdicts[WHOLE]:<9} {WHOLE}")
+        self.show(f"{self.verdicts[WHOLE]:<9} {WHOLE}")
         for case in failed[:1]:
-            self.say(f"  {case.get('name')}\n  {failure_of(case).get('message')}")
+            self.show(f"  {case.get('name')}\n  {failure_of(case).get('message')}")
 
     def ranks(self) -> list[str]:
         found = ["--seconds", str(self.options.seconds)]
@@ -129,13 +129,13 @@ class Checked:
 
     def add(self, title: str, sign: str, message: str) -> None:
         """A failure that is not of a test."""
-        self.say(f"{sign:<9} {title}\n  {message}")
+        self.show(f"{sign:<9} {title}\n  {message}")
         self.verdicts[title] = sign
         case = ElementTree.Element("testcase", name=title)
         ElementTree.SubElement(case, "failure", message=message)
         self.results.append(case)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         if not self.quiet:
             print(tables.wrapped(text), flush=True)
 

@@ -75,11 +75,11 @@ class Lines:
     """Skips the rest of a blank after its first failure, and prints a line for each blank."""
 
     def __init__(self):
-        self.said: dict[str, str] = {}  # title of a blank -> what is printed
+        self.printed: dict[str, str] = {}  # title of a blank -> what is printed
 
     def pytest_runtest_setup(self, item):
         title = dict(item.user_properties)["title"]
-        if title in self.said:
+        if title in self.printed:
             pytest.skip(f"{title} has failed already")
 
     @pytest.hookimpl(wrapper=True)
@@ -87,12 +87,12 @@ class Lines:
         result = yield
         title, following = (each and dict(each.user_properties)["title"] for each in (item, nextitem))
         if title != following:
-            print(self.said.get(title, f"passed    {title}"), flush=True)
+            print(self.printed.get(title, f"passed    {title}"), flush=True)
         return result
 
     def pytest_runtest_logreport(self, report):
         title = dict(report.user_properties)["title"]
-        if title in self.said or report.passed:
+        if title in self.printed or report.passed:
             return
         message = report.longrepr[2] if report.skipped else str(report.longrepr)
         message = message.removeprefix("Skipped: ")
@@ -102,4 +102,4 @@ class Lines:
         elif sign not in ("HANGS", "DIED"):
             sign = "FAILED"
         message = message.removeprefix(f"{sign}: ").replace("\n", "\n  ")
-        self.said[title] = f"{sign:<9} {title}\n  {message}"
+        self.printed[title] = f"{sign:<9} {title}\n  {message}"

@@ -89,7 +89,7 @@ def must_raise(what: str, function, *arguments) -> str:
 # Groups. None of them is the default group, so that a collective that was given none shows.
 
 
-def everyone() -> dist.ProcessGroup:
+def all_ranks() -> dist.ProcessGroup:
     return groups(dist.group.WORLD)[0]
 
 
@@ -118,7 +118,7 @@ def build(stage, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimiz
     if stage.__name__ != "ZeRO3" and bucket_bytes is not None:
         options["bucket_mb"] = bucket_bytes / 2**20
     model = models.seeded(make, dist.get_rank(), dtype)
-    return stage(model, optimizer(model.parameters()), group=group or everyone(), **options)
+    return stage(model, optimizer(model.parameters()), group=group or all_ranks(), **options)
 
 
 def backward(engine, step: int = 0) -> torch.Tensor:

@@ -6,10 +6,10 @@ import torch
 from zero1 import Bucket, ZeRO1
 from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
+    all_ranks,
     alone,
     backward,
     build,
-    everyone,
     expect,
     expect_values,
     must_raise,
@@ -25,7 +25,7 @@ SIZES = [(15, 3, 9, 3), (1,), (0,), (7, 0, 2), (40, 40, 40), (16,)]  # elements 
 def bucket_of(kind, sizes, dtype, group=None):
     params = [(f"p{index}", torch.nn.Parameter(torch.ones(size, dtype=dtype))) for index, size in enumerate(sizes)]
     with torch.no_grad():
-        return kind("bucket 0", params, group or everyone())
+        return kind("bucket 0", params, group or all_ranks())
 
 
 def bucket_class(stage):
@@ -39,7 +39,7 @@ def bucket_class(stage):
 def test_places(stage, sizes):
     kind = bucket_class(stage)
     for dtype in (torch.float32, torch.float64):
-        for group, when in ((everyone(), ""), (alone(), " in a group of one rank")):
+        for group, when in ((all_ranks(), ""), (alone(), " in a group of one rank")):
             right, found = bucket_of(Bucket, sizes, dtype, group), bucket_of(kind, sizes, dtype, group)
             of = f" of parameters with {sizes} elements of {dtype}{when}"
             expect(f"self.offsets{of}", list(found.offsets), list(right.offsets))
@@ -54,8 +54,8 @@ def test_the_weights_are_views_of_the_buffer(stage):
     for bucket, expected in zip(engine.buckets, right.buckets, strict=True):
         expect_values("what flatten returns", bucket.flat, expected.flat)
         for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
-            begin = bucket.flat.data_ptr() + offset * bucket.flat.element_size()
-            expect(f"whether the weight {name} is a view of its place in the buffer", param.data_ptr() == begin, True)
+            address = bucket.flat.data_ptr() + offset * bucket.flat.element_size()
+            expect(f"whether the weight {name} is a view of its place in the buffer", param.data_ptr() == address, True)
             expect(f"the storage of {name}", param.untyped_storage().nbytes(), bucket.flat.untyped_storage().nbytes())
 
 

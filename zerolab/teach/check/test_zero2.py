@@ -13,10 +13,10 @@ from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
     SLACK,
     WIDTH,
+    all_ranks,
     alone,
     backward,
     build,
-    everyone,
     expect,
     expect_at_most,
     expect_values,
@@ -39,7 +39,7 @@ def with_gradients(bucket) -> None:
 
 @pytest.mark.blank("Reduction.lay_out_gradients")
 @on_ranks
-def test_the_gradients_are_laid_out_and_let_go(stage):
+def test_the_gradients_are_laid_out_and_freed(stage):
     engine, right = build(stage, bucket_bytes=2**20), build(ZeRO2, bucket_bytes=2**20)
     for each in (engine, right):
         with_gradients(each.buckets[0])
@@ -188,7 +188,7 @@ def test_an_unfinished_backward_leaves_nothing(stage):
     """An error in backward, when some buckets were sent; zero_grad() and a correct step follow."""
     weights = []
     for kind in (stage, ZeRO2):
-        engine = build(kind, group=everyone())
+        engine = build(kind, group=all_ranks())
         handle = engine.model.embedding.weight.register_hook(stumble)
         with contextlib.suppress(KeyError):
             backward(engine, 5)

@@ -123,9 +123,9 @@ def on_ranks(exhibit):
     world.print("Each rank has its own batches and its own seed; a stage starts all ranks with rank 0's weights.\n")
     found = []
     for build in (exhibit.correct, exhibit.build):
-        everyone = [None] * world.world_size
-        dist.all_gather_object(everyone, visit(exhibit, build, world.rank), group=reports)
-        found.append(everyone)
+        of_ranks = [None] * world.world_size
+        dist.all_gather_object(of_ranks, visit(exhibit, build, world.rank), group=reports)
+        found.append(of_ranks)
     correct, wrong = found
     world.print(report(correct, wrong))
     world.print(f"\nWhat is wrong, and where? Then: ./launch.sh bug {exhibit.number} --clue, --hint, and --answer")

@@ -40,8 +40,8 @@ def require_memory(kind: str, name: str, tensor: torch.Tensor) -> None:
 class Collectives:
     """The collectives that a rank calls, three of torch.distributed: all-reduce, reduce-scatter and all-gather."""
 
-    def __init__(self, rank: int, everyone: list):
-        self.rank, self._everyone = rank, everyone
+    def __init__(self, rank: int, all_ranks: list):
+        self.rank, self._ranks = rank, all_ranks
         self.calls, self.works = [], []  # the n-th call of each rank is one collective
         self.filled: list[int] = []  # addresses of the storages that collectives were to write to
         self._inputs = {}  # number of the call -> Future of ((kind, elements), the tensor)
@@ -50,7 +50,7 @@ class Collectives:
         return self.rank
 
     def get_world_size(self) -> int:
-        return len(self._everyone)
+        return len(self._ranks)
 
     def _input(self, number: int) -> Future:
         """This rank's input to its call `number`, once it has made that call. The first thread that asks creates it."""
@@ -98,7 +98,7 @@ class Collectives:
         """All ranks' inputs. Raises RuntimeError when somebody does not come, or calls another collective."""
         kind, numel = self.calls[number]
         inputs = []
-        for other in self._everyone:
+        for other in self._ranks:
             try:
                 call, tensor = other._input(number).result(SECONDS)
             except TimeoutError:
@@ -114,10 +114,10 @@ class Collectives:
 
 def on_threads(ranks: int, function: Callable) -> list:
     """`function(rank, dist)` on every rank at once; what each returned. Raises the first rank's error."""
-    everyone = []
-    everyone += [Collectives(rank, everyone) for rank in range(ranks)]
+    all_ranks = []
+    all_ranks += [Collectives(rank, all_ranks) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(function, own.rank, own) for own in everyone]
+        futures = [pool.submit(function, own.rank, own) for own in all_ranks]
     # An error about waiting for another rank is a consequence: the other error comes first.
     errors = sorted((f.exception() for f in futures if f.exception()), key=lambda error: NOBODY in str(error))
     if errors:
