@@ -79,7 +79,9 @@ def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_trains(monkeypatch, capsys):
     monkeypatch.chdir("/proc")  # like a read-only clone
-    with pytest.raises(ValueError, match="cannot write to /proc/runs: .* Start elsewhere, or use --json FILE"):
+    with pytest.raises(
+        ValueError, match="cannot write to /proc/runs: .* Start in a different folder, or use --json FILE"
+    ):
         referee.arguments(["--preset", "toy"])
 
 

@@ -134,10 +134,12 @@ def test_a_folder_in_use_a_full_one_and_one_of_another_model_are_refused(tmp_pat
     held.close()
     folder_lock.check_folder(folder, "toy")
     full = mock.patch("shutil.disk_usage", lambda folder: SimpleNamespace(free=300_000))
-    with full, pytest.raises(ValueError, match="one': a checkpoint needs 0.4 MB, and 0.3 MB are free. Make room"):
+    with full, pytest.raises(ValueError, match="one': a checkpoint needs 0.4 MB, and 0.3 MB are free. Free space"):
         folder_lock.check_folder(folder, "toy")
     journal.Journal(folder, 0).write(1, {}, preset="tiny")
-    with pytest.raises(ValueError, match="one' has a run of --preset tiny: take another"):
+    with pytest.raises(
+        ValueError, match="one' contains a run of --preset tiny: use that preset, or a different folder"
+    ):
         folder_lock.check_folder(folder, "toy")
 
 

@@ -34,7 +34,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dtype",
         choices=("fp32", "bf16"),
         default="bf16",
-        help="the dtype to compute in; gradients and weights are float32 (default bf16)",
+        help="the dtype of the computation; gradients and weights are float32 (default bf16)",
     )
     add("--micro-batch", type=int, default=1, help="sequences per rank in each backward (default 1)")
     add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
@@ -45,8 +45,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="none",
         help="which activations are computed again in backward (default none)",
     )
-    add("--prefetch", type=int, default=1, help="how many units zero3 and hybrid gather ahead (default 1)")
-    add("--bucket-mb", type=float, help="the size of a bucket in MiB for ddp, zero1 and zero2 (default: their own)")
+    add("--prefetch", type=int, default=1, help="how many units the engines zero3 and hybrid gather ahead (default 1)")
+    add("--bucket-mb", type=float, help="the size of a bucket in MiB for ddp, zero1 and zero2 (default: the engine's)")
     add(
         "--intra-GBps",
         type=float,

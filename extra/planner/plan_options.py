@@ -32,11 +32,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.prefetch < 0:
         raise ValueError(f"--prefetch must be 0 or more, got {options.prefetch}")
     if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
-        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} is for a network of your own: leave out --network "
+        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} describes your own network: leave out --network "
                          f"{options.network}, or give it alone")  # fmt: skip
     asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
     if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
+        raise ValueError(f"--{asked[0]} and --{asked[1]} answer different questions: pass only one of them")
     if options.sweep:
         try:
             os.makedirs(options.out, exist_ok=True)
@@ -95,12 +95,12 @@ def _config(options: argparse.Namespace) -> GPTConfig:
         if own or options.gated or options.tied:
             shown = own[0] if own else "gated" if options.gated else "tied"
             raise ValueError(
-                f"{_flag(shown)} belongs to a shape of your own: leave out --preset, and give --layers, --width, "
+                f"{_flag(shown)} describes your own model: leave out --preset, and pass --layers, --width, "
                 "--heads, --vocab and --seq"
             )
         return replace(preset(name), **given)
     if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:
-        raise ValueError(f"a shape of your own needs {', '.join(missing)} as well")
+        raise ValueError(f"your own model also needs {', '.join(missing)} as well")
     return GPTConfig(**given, gated=options.gated, tied=options.tied, bias=False)
 
 

@@ -31,7 +31,9 @@ class Streams:
                 (stream or current_stream()).wait_event(self)
 
             def synchronize(self):
-                raise NotImplementedError("the engine lets its host wait for the GPU, which no replay knows")
+                raise NotImplementedError(
+                    "the engine makes the host wait for the GPU, which the replay does not support"
+                )
 
             def query(self):
                 return True

@@ -60,7 +60,7 @@ def settle_engines(options: argparse.Namespace) -> None:
     """Choose what is recorded (`names` or `bug`), and the engine with which the page opens (`opens`)."""
     if options.bug is not None:
         if options.engine is not None or options.engines is not None:
-            raise ValueError("--bug brings its own engine: leave out the other one")
+            raise ValueError("--bug chooses the engine itself: leave out the other engine")
         options.bug = exhibit_of(options.bug).number
         of_exhibit(options.bug)  # raises, too
     own = engine_file.enter(options.engine_file, "watch")
@@ -69,7 +69,7 @@ def settle_engines(options: argparse.Namespace) -> None:
     if options.engines is not None:
         names = [name.strip() for name in options.engines.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--engines is empty; there are: {', '.join(TITLES)}")
+        raise ValueError(f"--engines is empty. Pass some of these: {', '.join(TITLES)}")
     if options.engine is None:
         first = names[0] if options.engines is not None else "zero3"
         options.engine = own[0] if own else first

@@ -35,7 +35,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_json(parser)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
     parser.add_argument(
-        "--seq", type=int, help="tokens per sequence (default 32; with more, activations hide the rest)"
+        "--seq",
+        type=int,
+        help="tokens per sequence (default 32; with more tokens, activations take nearly the memory that is shown)",
     )
     parser.add_argument(
         "--bucket-mb", type=non_negative_float, help="the size of a bucket in MiB (default: the engine's)"

@@ -20,7 +20,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="*",
         metavar="ENGINE|FILE.py",
         help="zero2 for an engine, zero2.py for the chapter, or your own file "
-        "(default: our engines, the chapters, torch's own, DeepSpeed if installed)",
+        "(default: the chapters, our engines, PyTorch's engines, and DeepSpeed's if it is installed)",
     )
     parser.add_argument(
         "--only", metavar="TEXT", default="", help="run only the tests whose name contains this text (pytest's -k)"

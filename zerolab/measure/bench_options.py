@@ -55,7 +55,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="ENGINE",
-        help="measure Python's own time per step, on many small parameters; with ENGINE, also where it goes",
+        help="measure how long Python takes per step with many small parameters; "
+        "with ENGINE, also print where this time is spent",
     )
     instead.add_argument(
         "--ratios",

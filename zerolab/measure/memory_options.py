@@ -23,7 +23,8 @@ from zerolab.run.shared_options import (
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         "memory [N]",
-        description="Reports what one rank of N would hold and send, without N GPUs: by a dry run on fake tensors.",
+        description="Reports what one rank of N would hold and send. "
+        "It is a dry run on fake tensors, so it needs no GPU.",
     )
     parser.add_argument(
         "ranks", metavar="N", nargs="?", type=int, help="the number of ranks, 1 to 1,000,000 (default 8)"
@@ -32,7 +33,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--up-to",
         type=positive_int,
         metavar="N",
-        help="instead of N: report only the peaks, for 1, 2, 4, ... up to so many ranks",
+        help="instead of N: report only the peaks, for 1, 2, 4, ... up to this number of ranks",
     )
     add_preset(parser, "7b")
     add_engines(parser)
@@ -46,7 +47,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("fake", "cuda", "xpu"),
         default="fake",
-        help="fake allocates nothing; cuda (or xpu) makes the allocations of rank 0 on one GPU",
+        help="fake allocates nothing; cuda (or xpu) allocates the memory of rank 0 on one GPU",
     )
     options = parser.parse_args(argv)
     check_engines(parser, options)

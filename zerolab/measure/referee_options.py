@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--breakdown",
         action="store_true",
-        help="also print how much of a step each rank computes, waits and communicates",
+        help="also print how long each rank computes, waits and communicates in a step",
     )
     parser.add_argument(
         "--quick", action="store_true", help="train a toy model for a few steps, which takes less than a minute"
@@ -74,7 +74,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("slow_rank", "breakdown"):
         if getattr(options, name) and not options.timed_steps:
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} is about timed steps, and --timed-steps 0 leaves none: leave out one of them")
+            parser.error(f"{option} needs timed steps, and --timed-steps 0 leaves none: leave out one of them")
     check_writable("--json", options.json)
     if options.json is None:
         check_folder(Path("runs"), "--json FILE")

@@ -20,7 +20,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "folder", nargs="?", type=Path, default=folder, help="a new folder for the page (default: report-DATE-TIME)"
     )
     parser.add_argument(
-        "--minutes", type=non_negative_float, default=10, help="stop after so many minutes (default 10)"
+        "--minutes", type=non_negative_float, default=10, help="stop after this number of minutes (default 10)"
     )
     options = parser.parse_args(argv)
     if options.folder.is_dir() and any(options.folder.iterdir()):

@@ -25,7 +25,7 @@ def load_text(path: str | None, seq: int) -> torch.Tensor:
         text = Path(path).read_bytes()
     if len(text) <= seq:
         need = f"{path or 'the standard library'} holds {len(text)} bytes; sequences of {seq} need at least {seq + 1}"
-        raise ValueError(f"{need}: take a longer --data or a preset with a shorter sequence")
+        raise ValueError(f"{need}: use a longer file for --data, or a preset with shorter sequences")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -34,7 +34,9 @@ def split(text: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     held_out = max(len(text) // 10, seq + 1)
     if len(text) - held_out <= seq:
         need = f"{2 * (seq + 1)} bytes, to train and to evaluate on sequences of {seq}"
-        raise ValueError(f"the text has {len(text)} bytes, and a training run needs {need}: take a longer --data")
+        raise ValueError(
+            f"the text has {len(text)} bytes, and a training run needs {need}: use a longer file for --data"
+        )
     return text[:-held_out], text[-held_out:]
 
 

@@ -315,7 +315,7 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' installs it")
     if not names:
-        raise ValueError(f"--engines is empty; there are: {', '.join(known)}")
+        raise ValueError(f"--engines is empty. Pass some of these: {', '.join(known)}")
     return names
 
 
@@ -327,5 +327,7 @@ def build(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device:
     engine = ENGINES[name]
     options = {key: value for key, value in options.items() if value is not None}
     if unknown := sorted(options.keys() - set(engine.takes)):
-        raise ValueError(f"{name} takes no {unknown[0]}; it takes: {', '.join(sorted(engine.takes))}")
+        raise ValueError(
+            f"{name} does not support the option {unknown[0]}; it supports: {', '.join(sorted(engine.takes))}"
+        )
     return engine.build(model, optimizer, device, **options)

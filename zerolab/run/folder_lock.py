@@ -15,13 +15,15 @@ def check_folder(folder: Path, preset: str) -> None:
     """Raise ValueError if a run still uses the folder, if it has a run of another preset, or if the disk is full."""
     for line in journal.read(folder)[-1:]:
         if (other := line.get("preset", preset)) != preset:
-            raise ValueError(f"--folder {str(folder)!r} has a run of --preset {other}: take another")
+            raise ValueError(
+                f"--folder {str(folder)!r} contains a run of --preset {other}: use that preset, or a different folder"
+            )
     lock(folder, LEAVING).close()
     free = shutil.disk_usage(folder).free
     need = 12 * enough_memory.parameters(PRESETS[preset])  # weights and two moments, in float32
     if free < need:
         needed = f"a checkpoint needs {need / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
-        raise ValueError(f"--folder {str(folder)!r}: {needed}. Make room, or take another")
+        raise ValueError(f"--folder {str(folder)!r}: {needed}. Free space, or use a different folder")
 
 
 def lock(folder: Path, seconds: float):
@@ -39,6 +41,6 @@ def lock(folder: Path, seconds: float):
         except BlockingIOError:
             if time.monotonic() > until:
                 file.close()
-                in_use = f"--folder {str(folder)!r} is in use by a run: stop it first, or take another"
+                in_use = f"--folder {str(folder)!r} is in use by a run: stop it first, or use a different folder"
                 raise ValueError(in_use) from None
         time.sleep(0.05)

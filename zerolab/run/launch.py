@@ -26,31 +26,31 @@ ROOT = Path(__file__).resolve().parents[2]
 
 USAGE = """\
 Learn
-./launch.sh zero1|zero2|zero3 [N] [options]  trains with a chapter, and prints one step's events
+./launch.sh zero1|zero2|zero3 [N] [options]  trains with a chapter, and prints the events of one step
 ./launch.sh articles [options]          tests what five articles claim
 ./launch.sh notebooks [options]         opens Jupyter Lab; --html [FOLDER] writes copies to read
 ./launch.sh exercise NAME [--hints 1]   writes an exercise or a task, exercises/NAME.py
-./launch.sh check NAME [N] [--hint]     checks your exercise, one blank after the other
+./launch.sh check NAME [N] [--hint]     checks your exercise, blank by blank
 ./launch.sh bug [NUMBER [N]] [--clue]   lists the museum of bugs, or runs one (--hint, --answer)
 
 Run and measure
 ./launch.sh compare [N] [options]       compares DDP, our stages and FSDP2 (the referee)
 ./launch.sh train STAGE [N] [options]   trains, and resumes after a rank dies or hangs
-./launch.sh memory [N] [options]        predicts memory and traffic for 7B, without a GPU
+./launch.sh memory [N] [options]        predicts memory and traffic of a 7B model, without a GPU
 ./launch.sh bench [N] [options]         measures step times; --sweeps, --host, --ratios FILE...
-./launch.sh conform [ENGINE|FILE.py ...] [N]  runs the conformance tests on any engine
-./launch.sh report [FOLDER] [--minutes M]  measures this machine within M minutes (10)
-./launch.sh docs [--check]              writes the pages' tables and figures from results/
+./launch.sh conform [ENGINE|FILE.py ...] [N]  runs the conformance tests on engines
+./launch.sh report [FOLDER] [--minutes M]  measures this machine within M minutes (default 10)
+./launch.sh docs [--check]              writes the tables and figures of the pages from results/
 ./launch.sh test [options]              runs the tests, with pytest's options
 ./launch.sh help                        prints this text; COMMAND --help lists a command's options
 Extras
-./launch.sh watch [ENGINE] [N]          records a step as a page for a browser
+./launch.sh watch [ENGINE] [N]          records a step, and writes a page that plays it in a browser
 ./launch.sh plan [N]                    predicts step times on other machines
 ./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
 
-Without a command it runs compare. Without N there is a rank per GPU over NCCL, or two over gloo.
+Without a command it runs compare. Without N it starts one rank per GPU over NCCL, or two ranks over gloo.
 Relative paths start from the current folder. Environment variables:
-PYTHON           uses this Python, and installs nothing
+PYTHON           the Python to use; then nothing is installed
 OMP_NUM_THREADS  threads per rank, default 1
 ZERO_TIMEOUT     seconds that a rank waits in a collective for the others, default 120
 NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N is the number of ranks on each"""
@@ -157,7 +157,9 @@ def check_variables(command: str) -> None:
         return
     node = os.environ.get("NODE_RANK", "")
     if not node.isdecimal() or int(node) >= machines():
-        raise ValueError(f"NNODES={nodes} needs NODE_RANK, another on each machine, the first 0, got {node!r}")
+        raise ValueError(
+            f"NNODES={nodes} needs NODE_RANK, a different number on each machine, starting with 0, got {node!r}"
+        )
     if node == "0":
         check_port(int(endpoint.rpartition(":")[2]))
 
@@ -169,7 +171,9 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(f"port {port} of RDZV_ENDPOINT cannot be used: {error.strerror}. Use another") from error
+            raise ValueError(
+                f"port {port} of RDZV_ENDPOINT cannot be used: {error.strerror}. Use a different port"
+            ) from error
 
 
 def count_gpus() -> int:
@@ -250,7 +254,8 @@ def check_packages(more: list[str]) -> None:
         packages = shlex.join(package for package, _ in missing)
         raise ValueError(
             f"PYTHON={os.environ['PYTHON']} has no {', '.join(what for _, what in missing)}. Install what is missing: "
-            f"{shlex.quote(sys.executable)} -m pip install {packages}  Or unset PYTHON: then .venv is made, with all."
+            f"{shlex.quote(sys.executable)} -m pip install {packages}  Or unset PYTHON, so that .venv is "
+            f"created with all packages."
         )
 
 
@@ -362,7 +367,7 @@ def html(python: str, folder: Path) -> int:
     files = sorted(map(str, ROOT.glob("notebooks/*.ipynb")))
     convert = [python, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(folder), *files]
     if subprocess.run(convert).returncode:
-        raise ValueError(f"a cell has failed, see above; what is in {folder} is not complete")
+        raise ValueError(f"a cell has failed, see above. The output in {folder} is not complete")
     for page in folder.glob("*.html"):  # a notebook links to other ones, and to files of the project: so do the pages
         text = re.sub(r'href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"', r'href="\1.html"', page.read_text())
         page.write_text(text.replace('href="../', f'href="{ROOT.as_uri()}/'))
@@ -375,7 +380,7 @@ def check_html(words: list[str]) -> None:
     if words[:1] != ["--html"]:
         return
     if len(words) > 2 or any(word.startswith("-") for word in words[1:]):
-        raise ValueError(f"--html takes a folder and nothing else, got {' '.join(words[1:])!r}")
+        raise ValueError(f"--html accepts one folder and nothing else, got {' '.join(words[1:])!r}")
     if len(words) == 2:
         Path(words[1]).mkdir(parents=True, exist_ok=True)
 

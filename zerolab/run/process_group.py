@@ -60,8 +60,9 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
             raise ValueError(f"--backend {own} needs GPUs, found {gpus} (and --device {device}): use --backend gloo")
         if ranks_here > gpus:
             raise ValueError(
-                f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} takes one GPU per "
-                f"rank (NCCL would say 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+                f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} needs one GPU per "
+                f"rank (without this check NCCL would "
+                f"raise 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
             )
     if device == "cpu" or gpus == 0:
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"

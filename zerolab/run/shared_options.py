@@ -67,7 +67,7 @@ def rank_and_seconds(text: str) -> tuple[int, float]:
     """(1, 0.05) from "1:0.05"."""
     found = re.fullmatch(r"(\d+):(\d*\.?\d+)", text)
     if found is None or float(found[2]) > 60:
-        raise argparse.ArgumentTypeError(f"must be a rank and 0 to 60 seconds, as 1:0.05, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a rank and 0 to 60 seconds, such as 1:0.05, got {text!r}")
     return int(found[1]), float(found[2])
 
 
@@ -105,7 +105,7 @@ def add_accumulate(parser) -> None:
         "--accumulate",
         type=positive_int,
         default=1,
-        help="split each batch into so many micro-batches, each with its own backward (default 1)",
+        help="split each batch into this number of micro-batches, each with its own backward (default 1)",
     )
 
 
@@ -143,23 +143,23 @@ def add_hardware(parser) -> None:
         "--backend",
         choices=backends,
         default="auto",
-        help="the library for collectives; auto takes nccl if each rank has its own GPU (default auto)",
+        help="the library for collectives; auto chooses nccl if each rank has its own GPU (default auto)",
     )
     devices = ("auto", "cpu", "cuda", "xpu")
     parser.add_argument(
         "--device",
         choices=devices,
         default="auto",
-        help="where to compute; AMD's GPUs are called cuda as well (default auto)",
+        help="where to compute; AMD's GPUs are also called cuda (default auto)",
     )
     parser.add_argument(
-        "--anyway", action="store_true", help="start even if the memory that is free does not seem to be enough"
+        "--anyway", action="store_true", help="start even if there does not seem to be enough free memory"
     )
 
 
 def add_engines(parser) -> None:
     parser.add_argument(
-        "--engines", metavar="NAME,NAME", help="run only these engines; an unknown name prints the list"
+        "--engines", metavar="NAME,NAME", help="run only these engines; an unknown name prints the list of names"
     )
 
 
@@ -194,7 +194,7 @@ def check_engines(parser: Parser, options: argparse.Namespace) -> None:
         return
     names = [name.strip() for name in options.engines.split(",") if name.strip()]
     if not names:
-        parser.error(f"--engines is empty; there are: {', '.join(known)}")
+        parser.error(f"--engines is empty. Pass some of these: {', '.join(known)}")
     for name in names:
         if name not in known:
             parser.error(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
@@ -244,7 +244,9 @@ def check_folder(folder: Path, instead: str) -> None:
         file.unlink()
     except OSError as error:
         where = folder.absolute()
-        raise ValueError(f"cannot write to {where}: {error.strerror}. Start elsewhere, or use {instead}") from error
+        raise ValueError(
+            f"cannot write to {where}: {error.strerror}. Start in a different folder, or use {instead}"
+        ) from error
     if new:
         with contextlib.suppress(OSError):  # another command may have put a file there meanwhile
             folder.rmdir()
@@ -275,5 +277,5 @@ def machines() -> int:
     """NNODES, the number of machines; the larger number of NNODES=1:2. Raises ValueError."""
     given = os.environ.get("NNODES") or "1"
     if not re.fullmatch("([0-9]+:)?[0-9]+", given):
-        raise ValueError(f"NNODES must be a number of machines, as 2 or 1:2, got {given!r}")
+        raise ValueError(f"NNODES must be a number of machines, such as 2, or a range, such as 1:2, got {given!r}")
     return int(given.rpartition(":")[2])

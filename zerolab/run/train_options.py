@@ -38,14 +38,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--optimizer",
         choices=("adamw", "muon"),
         default="adamw",
-        help="muon: the matrices of the blocks are trained by Muon, the rest by AdamW (default adamw)",
+        help="with muon, Muon trains the matrices of the blocks and AdamW trains the rest (default adamw)",
     )
     add_dtype(parser)
     parser.add_argument(
-        "--save-every", type=positive_int, default=50, help="save a checkpoint after every so many steps (default 50)"
+        "--save-every",
+        type=positive_int,
+        default=50,
+        help="save a checkpoint each time after this number of steps (default 50)",
     )
     parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="also write losses and learning rates there, for TensorBoard"
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="also write losses and learning rates to this folder, for TensorBoard",
     )
     add_training(parser)
     add_hardware(parser)

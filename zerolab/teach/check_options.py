@@ -25,8 +25,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--hint",
         action="count",
         default=0,
-        help="print the next hint for the first blank that failed, or else for the first to write; "
-        "--hint --hint prints two",
+        help="print the next hint for the first blank that failed, or if none failed, for the first that is not "
+        "written yet; --hint --hint prints two hints",
     )
     parser.add_argument("--file", type=Path, help="check this file instead of exercises/NAME.py")
     parser.add_argument(

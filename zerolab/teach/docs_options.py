@@ -14,7 +14,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     instead.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; list the pages whose generated parts are out of date, and results of older code",
+        help="write nothing; list the pages whose generated parts are out of date, "
+        "and the results that older code has measured",
     )
     instead.add_argument("--figure", metavar="NAME", help="draw only this figure, and write no page")
     parser.add_argument(

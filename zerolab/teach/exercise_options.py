@@ -14,7 +14,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         choices=(0, 1, 2),
         default=1,
-        help="how many hints each blank has; with 0 it has only its target (default 1)",
+        help="how many hints each blank has; with 0 a blank has only its target (default 1)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the file even if you have edited it")
     return parser.parse_args(argv)

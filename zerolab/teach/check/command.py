@@ -227,7 +227,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = check_options.arguments(argv)
     least = EXERCISES[options.name].ranks
     if options.ranks is not None and options.ranks < least:
-        raise ValueError(f"N must be {least} or more: with fewer, wrong files pass; got {options.ranks}")
+        raise ValueError(
+            f"N must be {least} or more, because with fewer ranks wrong files could pass; got {options.ranks}"
+        )
     how = "" if options.file else f": ./launch.sh exercise {options.name} writes it"
     options.file = (options.file or FOLDER / f"{options.name}.py").resolve()
     if not options.folder and not options.file.is_file():
