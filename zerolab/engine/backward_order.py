@@ -1,7 +1,7 @@
 """Which units of ZeRO-3 are done, as backward moves from module to module.
 
 A chapter's unit is done with its last gradient. Two kinds of units have no last gradient: frozen ones, and with
-`find_unused` all of them, because nobody knows which gradients will come. These are done when backward moves on to
+`find_unused` all of them, because it is not known which gradients will come. These are done when backward moves on to
 another module, and the rest when backward ends.
 
 Backward may come to a module a second time: if forward ran it twice, or if a checkpoint runs it again. Then its units
@@ -12,7 +12,7 @@ here, a *run*, and a run that backward has left is over.
 
 
 class BackwardOrder:
-    """Is told which module backward has reached, and that backward is over. Answers which units are done.
+    """Called when backward reaches a module, and when backward is over. Returns which units are done.
 
     units   those without a last gradient. A unit is any object with a `module`
     root    the module that backward leaves only at its end: embedding and head are in it

@@ -100,7 +100,7 @@ def full_state_dict(engine):
 
 @torch.no_grad()
 def load_full_state_dict(engine, state):
-    """Load what `full_state_dict` returned, at any number of ranks. Every rank passes the whole `state`. A collective.
+    """Load what `full_state_dict` returned, on any number of ranks. Every rank passes the whole `state`. A collective.
 
     Raises TypeError if a rank passes no dictionary, KeyError for missing or unexpected names, and ValueError for a
     different shape, on every rank, before anything is written.

@@ -1,4 +1,4 @@
-"""One engine's row of the dry run: only rank 0 of N exists, it makes two steps, and the second one is watched."""
+"""One engine's row of the dry run: only rank 0 of N exists. It takes two steps, and the second one is measured."""
 
 import argparse
 import contextlib

@@ -258,7 +258,7 @@ def _two_digits(number: float) -> str:
 
 
 def _stack_curve(axes, curve: dict, parts, megabytes: float) -> set[str]:
-    """Draw `parts` on top of each other in a unit of so many `megabytes`; returns those that can be seen.
+    """Draw `parts` on top of each other, in units of `megabytes` MB. Returns the parts that are visible.
 
     Forward is drawn from 0 to 1, backward to 2, the rest of the step to 3.
     """

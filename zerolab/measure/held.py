@@ -117,7 +117,7 @@ def bucket_name(engine, bucket) -> str:
 
 
 def bucket_with(engine, tensors: list[torch.Tensor]):
-    """The bucket or unit one of whose buffers has one of `tensors`, or None. Its reduction in flight counts, too."""
+    """The bucket or unit one of whose buffers has one of `tensors`, or None. A reduction in flight counts as well."""
     storages = {storage_under(tensor)._cdata for tensor in tensors}
     for bucket in buckets_of(engine):
         buffers = tensor_leaves([bucket.flat, bucket.shard, bucket.gradient])

@@ -35,7 +35,7 @@ class Intercepted:
             setattr(self._owner, self._name, self._plain)
 
     def _replace(self) -> None:
-        # Read now and not at the import: a test may have replaced the method, too.
+        # Read now and not at the import, because a test may also have replaced the method.
         self._plain = plain = getattr(self._owner, self._name)
         listeners = self._listeners
 

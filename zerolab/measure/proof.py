@@ -1,10 +1,10 @@
-"""Does an engine compute what one process computes? Asked in float64, where the order of a sum hardly matters.
+"""Does an engine compute what one process computes? Tested in float64, where the order of a sum hardly matters.
 
 Float32 losses cannot answer this. On three ranks or more, or with micro-batches, correct engines add the same numbers
 in different orders, and their losses differ by 1e-6 to 1e-5. AdamW divides each gradient by its own size, so it hides a
 gradient that is twice as large as it should be. Training without weight decay changes the loss by less than 1e-3.
 
-Here a small GPT of the same architecture makes a few steps of SGD with momentum and weight decay. A different order of
+Here a small GPT of the same architecture takes a few steps of SGD with momentum and weight decay. A different order of
 a sum changes these losses by less than 1e-13. A learning rate that is off by 1e-5, one bias that no rank updates, or a
 reduction in float32 changes them by more than 1e-9.
 """

@@ -1,4 +1,4 @@
-"""`./launch.sh report`: what this machine shows, on one page, within a given number of minutes.
+"""`./launch.sh report`: the main measurements of this machine, on one page, within a given number of minutes.
 
     ./launch.sh report                          in a new folder, report-DATE-TIME, within 10 minutes
     ./launch.sh report FOLDER --minutes 5
@@ -72,7 +72,7 @@ WITH_THEIR_PEERS = "ddp,zero1,zero2,zero3,fsdp2_no_reshard,fsdp2"
 
 
 def chosen_commands(folder: str, gpus: int, sizes: Sizes) -> list[Command]:
-    """What is run on a machine with so many GPUs, and writes its files into `folder`."""
+    """The commands for a machine with this number of GPUs, which write their files into `folder`."""
     if gpus == 0:
         return on_a_cpu(folder)
     if gpus == 1:
@@ -237,7 +237,7 @@ def cards() -> list[Command]:
 
 
 def seconds_for(command: Command, left: float) -> float:
-    """How long the command may take if so many seconds are left; 0: it does not begin."""
+    """How long the command may take if this number of seconds is left. 0 means that it does not start."""
     left -= ENDING
     return min(command.limit, left) if left >= command.least else 0
 
@@ -252,7 +252,7 @@ class Ended:
 
 
 def run(line: str, seconds: float, limit: float) -> Ended:
-    """Run a command for so many seconds at most; none of its processes is left. It fails if it takes its `limit`."""
+    """Run a command for at most this number of seconds, then end its processes. It fails if it reaches `limit`."""
     program, *arguments = shlex.split(line)
     argv = [*PROGRAMS.get(program, [program]), *arguments]
     # So that the ranks have this Python, and a process that hangs says where it was.
@@ -275,7 +275,7 @@ def run(line: str, seconds: float, limit: float) -> Ended:
 
 
 def row_of_machine(compared: list[dict], printed: str) -> list[str]:
-    """This machine's cells under TITLES, which are its line in README.md, too."""
+    """This machine's cells under TITLES, which are also its row in docs/machines.md."""
     losses = Counter({"to the bit": 0})
     for report in compared:
         for name, run in report["runs"].items():

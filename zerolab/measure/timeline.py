@@ -145,7 +145,7 @@ class Timeline(TorchDispatchMode):
         return event
 
     def under_way(self) -> list[Span]:
-        """The collectives for which nobody has waited yet, in the order of their issue."""
+        """The collectives that were not waited for yet, in the order in which they were issued."""
         return [span for _, span in self._under_way.values()]
 
     def _at_work(self) -> tuple[str, str]:

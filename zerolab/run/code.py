@@ -49,7 +49,7 @@ def imported_by(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # each may be a module, too
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # each may also be a module
 
 
 def canonical(node) -> str:

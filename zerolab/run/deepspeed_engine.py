@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1, 2 and 3 as one uses them, if DeepSpeed is installed (`pip install .[peers]`).
+"""DeepSpeed's ZeRO 1, 2 and 3, used as its users use them, if DeepSpeed is installed (`pip install .[peers]`).
 
 Its step is torch's loop: `loss.backward()` and `engine.step()`, of which the latter is also the end of gradient
 accumulation (`managed_gradient_accumulation: false`). `held_tensors` finds what it keeps.

@@ -1,4 +1,4 @@
-"""Adds an engine in a file of yours to the registry: `--engine-file FILE.py`. docs/your-engine.md has one.
+"""Adds the engine in your own file to the registry: `--engine-file FILE.py`. docs/your-engine.md shows an example.
 
 The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
 over the model's parameters. It returns anything with `model`, `optimizer`, and either

@@ -1,7 +1,7 @@
-"""Is there enough memory on the host for a command's ranks? Asked before any of them starts.
+"""Is there enough memory on the host for a command's ranks? This is checked before any of them starts.
 
 Without enough memory Linux kills a process, without a message. On a GPU torch raises an error that says what happened,
-so only the host's memory is asked about. What is counted is the state by formula. Activations are not counted.
+so only the host's memory is checked. The check adds up the formulas for the state, without activations.
 """
 
 import argparse

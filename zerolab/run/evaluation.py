@@ -1,4 +1,4 @@
-"""How good a model is on text that is not trained on: its loss, and what it writes."""
+"""How good a model is on text that it was not trained on: its loss, and the text that it generates."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A training run's folder belongs to one run: its rank 0 holds a lock on it."""
+"""The lock of a training run's folder, which rank 0 of the run holds, so that no other run uses the folder."""
 
 import fcntl
 import shutil
@@ -29,7 +29,7 @@ def check_folder(folder: Path, preset: str) -> None:
 def lock(folder: Path, seconds: float):
     """Lock `folder` until the returned file is closed. Raises ValueError if a run still has it after `seconds`.
 
-    It is the system's lock on the file `.lock`: the system releases it when the process ends, in whatever way.
+    It is the operating system's lock on the file `.lock`. The system releases it when the process ends for any reason.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / ".lock", "w")  # noqa: SIM115  the caller closes it

@@ -190,14 +190,14 @@ def count_gpus() -> int:
 
 
 def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
-    """How many ranks to start on a machine if nobody says: one per GPU, and two where there would be only one."""
+    """How many ranks a machine starts without N: one per GPU, but two where that would be a single rank over gloo."""
     if gpus == 0 or device == "cpu":
         return 2
     return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
 
 
 def check_job(command: str, options, ranks: int, gpus: int) -> None:
-    """Raise ValueError for what cannot work with so many ranks on this machine."""
+    """Raise ValueError if the options do not allow this number of ranks on this machine."""
     world_size = ranks * machines()
     check_world_size(options, world_size)
     if options.backend == "nccl" and (gpus == 0 or options.device == "cpu"):

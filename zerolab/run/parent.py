@@ -1,4 +1,4 @@
-"""A process that ends when its parent does, also after `kill -9` of the parent. Only Linux has this."""
+"""A process that ends when its parent ends, even after `kill -9` of the parent. Only Linux supports this."""
 
 import ctypes
 import signal

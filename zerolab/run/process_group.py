@@ -1,4 +1,4 @@
-"""Starting and stopping the ranks: device, backend, timeout, and errors that can be read."""
+"""Starting and stopping the ranks: device, backend, timeout, and readable errors."""
 
 import itertools
 import json
@@ -190,7 +190,7 @@ def run(main) -> None:
 
 
 def message(error: BaseException) -> str:
-    """What is printed of an exception: one line, or the traceback of one that nobody has foreseen."""
+    """What is printed of an exception: one line, or the traceback if the exception is unexpected."""
     if isinstance(error, (*MISTAKES, RuntimeError)):
         return error_line(error)
     return "".join(traceback.format_exception(error))

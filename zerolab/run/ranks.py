@@ -70,7 +70,7 @@ def wait_for_reports(folder: str | Path, item, world_size: int, seconds: float) 
 
 
 def torchrun(world_size: int, *more: str) -> list[str]:
-    """The arguments of Python that start so many ranks on this machine; a script or `-m module` follows."""
+    """Python's arguments that start this number of ranks on this machine. A script or `-m module` follows them."""
     return ["-m", "zerolab.run.torchrun", *more, "--standalone", "--nproc-per-node", str(world_size)]
 
 
@@ -95,7 +95,7 @@ def started(command: list[str], by: int = signal.SIGTERM, **options) -> Iterator
 
 
 def end(process: subprocess.Popen, seconds: float = 0, by: int = signal.SIGTERM) -> None:
-    """Let the process have so many seconds to end by itself, then end its session.
+    """Wait up to this number of seconds for the process to end by itself, then end its session.
 
     First by the signal `by`: at SIGTERM torchrun ends its ranks, at SIGABRT Python's fault handler prints where each
     thread is. What is left of its children after that is killed, because torchrun gives each rank its own session.

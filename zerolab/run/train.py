@@ -1,7 +1,8 @@
 """A training run that survives crashes: `./launch.sh train zero3 2 --folder runs/first`.
 
-The same command again continues where the run stopped, also in another stage or on another number of ranks. Copy this
-file and put your own model and data into it; docs/train.md has the torchrun command that starts it.
+If you run the same command again, it continues where the run stopped. You may change the stage and the number of ranks.
+For your own model, copy this file and put your model and data into it. docs/train.md shows the torchrun command that
+starts the copy.
 """
 
 import argparse

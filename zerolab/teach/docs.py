@@ -143,7 +143,7 @@ def slow_rank() -> str:
     for name, run in report["runs"].items():
         ranks = run["step_time"]["ranks"]
         if len(ranks) == 1:
-            continue  # `single` has one process, which waits for nobody
+            continue  # `single` has one process, which waits for no other
         parts = [f"{rank[part]:.0f}" for part in ("step_ms", "own_ms", "waiting_ms") for rank in ranks]
         rows.append([f"`{name}`", *parts, f"{run['step_time']['slowest_rank']}"])
     columns = [f"{part} ms, rank {rank}" for part in ("step", "own work", "waiting") for rank in range(2)]

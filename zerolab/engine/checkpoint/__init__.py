@@ -1,4 +1,4 @@
-"""Sharded checkpoints: save a run, and resume it in any stage, at any number of ranks, or in torch's own classes.
+"""Sharded checkpoints: save a run, and resume it in any stage, on any number of ranks, or in torch's own classes.
 
     checkpoint.save(engine, "run", step=100)     # a new folder run/000001; `step` is your own value
     extra = checkpoint.load(engine, "run")       # the newest one; {"step": 100}

@@ -32,7 +32,7 @@ NOT_TRIED = "-"
 
 
 class Checked:
-    """One file, checked in processes of its own. `verdicts`: {title of a blank or a target: a sign such as "FAILED"}.
+    """One file, checked in separate processes. `verdicts`: {title of a blank or a target: a sign such as "FAILED"}.
 
     `results` are JUnit's test cases, with the messages. With `quiet` nothing is printed.
     """
@@ -89,7 +89,7 @@ class Checked:
         return found if self.options.ranks is None else [*found, "--on", str(self.options.ranks)]
 
     def run(self, tests: Path, *more: str) -> None:
-        """Run pytest on these tests in a process of its own, and read its results."""
+        """Run pytest on these tests in a separate process, and read its results."""
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [sys.executable, "-m", "pytest", str(tests), "-s", "--junitxml", str(report)]

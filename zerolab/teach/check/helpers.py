@@ -64,7 +64,7 @@ def expect_values(what: str, found, expected: torch.Tensor) -> None:
 
 
 def guess(ratio: float) -> str:
-    """A reason for a value that is so many times the expected one."""
+    """A likely reason for a value that is `ratio` times the expected value."""
     ranks = dist.get_world_size()
     if abs(ratio - ranks) < 1e-6:
         return f", {ranks} times as much: summed, not averaged?"

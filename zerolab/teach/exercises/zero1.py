@@ -49,7 +49,7 @@ REDUCE = Blank(
         "`start_reduce` starts to sum bucket.gradient over the ranks in place (dist.all_reduce, group=self.group, "
         "async_op=True) and returns the work. After somebody has waited for it, `finish_reduce` divides all of it by N "
         "(self.world_size), because every param.grad is a view of it and must be the mean, and sets bucket.shard.grad "
-        "to this rank's part, bucket.own. Dividing first is correct, too.",
+        "to this rank's part, bucket.own. Dividing first is also correct.",
     ),
     target="about {lines} lines. It sends 2Ψ elements, times (N-1)/N like every collective, and makes no second copy",
     read="the arithmetic at the top of the file; ZeRO paper, section 5.1",

@@ -23,7 +23,7 @@ REDUCE = Blank(
         "`start` keeps the work of reduce_scatter(output, input, group=self.bucket.group, async_op=True) as "
         "self.work: from self.gradient into self.shard_gradient. `finish` waits for it, and calls `average`, which "
         "divides self.shard_gradient by N (self.bucket.world_size), and `deliver`, which makes self.shard_gradient the "
-        "gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is correct, too.",
+        "gradient of self.bucket.shard, or adds it to the one that is there. Dividing first is also correct.",
     ),
     target="about {lines} lines. It sends Ψ elements. Nothing is left of the whole gradients: 4Ψ/N bytes are held",
     read="the first paragraph at the top of the file; the table in Reduction's docstring",

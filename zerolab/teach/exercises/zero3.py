@@ -10,7 +10,7 @@ UNITS = Blank(
         "Return a dictionary: each of `modules`, in their order, and then `model` as the root, with a list of its "
         "(name, parameter) in the order of model.named_parameters(). A parameter that modules of only one unit use "
         "is that unit's. The root has all the others: what is in no unit, and what several units share. A module's "
-        "own parameters are module.parameters(recurse=False). A parameter in two units belongs to the root, too.",
+        "own parameters are module.parameters(recurse=False). A parameter in two units also belongs to the root.",
     ),
     target="about {lines} lines; every parameter in exactly one unit",
     read="the first paragraph at the top of the file",

@@ -130,7 +130,7 @@ def shared_folder():
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(path)
     yield Path(path[0])
-    dist.barrier()  # nobody reads it any more
+    dist.barrier()  # no rank reads it any more
     if dist.get_rank() == 0:
         shutil.rmtree(path[0])
 
