@@ -35,7 +35,7 @@ def test_several_backwards_before_a_step_add_up(engine):
     pair.check_weights()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_backwards_under_no_sync_add_up(engine):
     """All but the last backward of a step run under `no_sync`."""
     pair = Pair(engine, seeded(Tied))
@@ -190,7 +190,7 @@ def backward_over_tokens(engine, micro_batches):
         (losses * dist.get_world_size() / tokens).backward()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.chapters
 def test_a_mean_over_the_tokens_of_all_ranks(engine):
     """The recipe of docs/using-an-engine.md equals one process, which takes the mean over all tokens at once."""
@@ -335,7 +335,7 @@ def test_clipping_by_value(engine):
     pair.check_weights()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.chapters
 def test_a_rank_may_own_only_padding(engine):
     """Three elements over four ranks: the last rank owns only padding, and still joins the collectives."""
@@ -387,12 +387,13 @@ SETTINGS = {
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "find_unused": {"find_unused": True},
 }
+EACH_CHANGE = [("alone", change) for change in CHANGES]
+EACH_SETTING = [(setting, "scale_in_place") for setting in SETTINGS if setting != "alone"]
 
 
 @pytest.mark.ranks(2, thorough=(4,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting, change", EACH_CHANGE + EACH_SETTING)
 def test_changed_gradients_stay_changed_in_a_further_backward(engine, setting, change):
     """Backward, a change of some mean gradients, two more backwards: these add their mean to the changed values.
 

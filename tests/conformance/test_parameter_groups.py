@@ -39,7 +39,7 @@ GROUPS = {grouping.__name__: grouping for grouping in (by_shape, by_name, one_ea
 
 
 @pytest.mark.needs("groups")
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, thorough=(2,))
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups_keep_their_options(engine, groups):
     """Each element is updated with the options of its parameter's group."""

@@ -228,7 +228,7 @@ def scaled_step(pair, scaler, step, max_norm=None, skipped=False):
 SCALED = {"Blocks": Blocks, "Tiny": Tiny}
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, thorough=(4,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("model", SCALED)
 @pytest.mark.parametrize("overflow_on", [0, 1])

@@ -270,7 +270,8 @@ def test_layers_with_unusual_weights_are_units(engine):
     Pair(engine, seeded(Mixed).to(memory_format=torch.channels_last)).train()
 
 
-@pytest.mark.chapters
+@pytest.mark.stages("zero3")
+@pytest.mark.chapters("zero3")
 def test_three_hundred_units(engine):
     """As many hooks, gathers and reductions, and no recursion."""
     Pair(engine, seeded(Deep), tolerance=1e-10).train(2)
@@ -366,8 +367,7 @@ class StoppedLayer(Layer):
 
 
 @pytest.mark.chapters
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("error, where", [(torch.OutOfMemoryError, "forward"), (KeyboardInterrupt, "backward")])
 def test_a_smaller_batch_after_an_error(engine, error, where):
     """After "out of memory" or Ctrl-C on all ranks, `zero_grad()`, and the same step with a smaller batch."""
     pair = Pair(engine, seeded(Stopped), data=leaves)

@@ -68,7 +68,7 @@ def choosing(engine, alike=False, **options):
     return Pair(engine, model, ADAMW, data=data, loss=chosen_loss, find_unused=True, tolerance=1e-10, **options)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, thorough=(2,))
 @pytest.mark.parametrize("alike", [False, True])
 def test_what_no_rank_used_is_left_out_of_the_step(engine, alike):
     """With `find_unused` an unused parameter gets no decay and no momentum, and the others train as usual."""
