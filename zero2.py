@@ -24,6 +24,7 @@ Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses are ZeRO-1's, a
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
 """
 
+import operator
 import weakref
 
 import torch
@@ -260,12 +261,12 @@ def weak_hook(method, *objects):
     in C++, where Python's garbage collector cannot see this cycle, so none of them would ever be freed.
     """
     method = weakref.WeakMethod(method)
-    objects = [weakref.ref(each) for each in objects]
+    references = [weakref.ref(each) for each in objects]
 
     def hook(*args):
         living = method()
         if living is not None:
-            return living(*[each() for each in objects], *args)
+            return living(*map(operator.call, references), *args)
 
     return hook
 

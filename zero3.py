@@ -73,7 +73,7 @@ class ZeRO3:
     def __call__(self, *args, **kwargs):
         # Autograd passes each tensor that forward saves for backward through `pack`, and through `unpack` when backward
         # reads it. Weights are among them.
-        with saved_tensors_hooks(weak_hook(self.pack), weak_hook(self.unpack)):
+        with saved_tensors_hooks(self.pack, weak_hook(self.unpack)):
             output = self.model(*args, **kwargs)
         if not torch.is_grad_enabled():  # an evaluation: no backward will free the root
             self.free_all()
@@ -144,7 +144,8 @@ class ZeRO3:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(weak_hook(self.on_output, unit))
 
-    def pack(self, tensor):
+    @staticmethod  # because torch keeps it with each saved tensor, and a bound method would keep the stage alive
+    def pack(tensor):
         """In forward: autograd calls this to save `tensor`, and keeps what it returns.
 
         An operation such as `exp` saves its own result. If the very same tensor were kept, the result would hold its

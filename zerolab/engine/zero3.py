@@ -184,12 +184,13 @@ class ZeRO3Engine(Engine, ZeRO3):
     def on_gradient(self, param):
         unit = self.unit_of_param[param]
         unit.used.add(param)
-        self.notice_backward()
-        if unit.open_ended and param not in unit.missing:
-            # Backward has come to the unit again, and nothing else has shown it: a checkpoint inside a unit that is
-            # still gathered.
-            for each in self.order.reopen(unit.module):
-                each.missing = set(each.params)
+        if unit.open_ended:
+            self.notice_backward()
+            if param not in unit.missing:
+                # Backward has come to the unit again, and nothing else has shown it: a checkpoint inside a unit that is
+                # still gathered.
+                for each in self.order.reopen(unit.module):
+                    each.missing = set(each.params)
         super().on_gradient(param)
         if not self.sync and parameters.get_grad(param) is not None:
             accumulation.keep(unit, param)
