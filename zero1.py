@@ -39,8 +39,9 @@ One step of two ranks with four weights and plain SGD, learning rate 0.1. Rank 0
     5 gather                     0.7  1.9  2.8  3.6       0.7  1.9  2.8  3.6      one all-gather
 
 All chapters number the steps like this. Run it: torchrun --nproc-per-node 2 zero1.py. It trains a small model, and
-prints its losses, which are the same in all chapters, and what each rank holds. `--trace` prints each event of the last
-step. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_1`.
+prints its losses, which are the same in all chapters, and what each rank holds. `--trace` prints what is sent, gathered
+and freed in the last step. Paper: ZeRO (Rajbhandari et al., 2020), section 5.1. Article: "AI in Multiple GPUs: ZeRO &
+FSDP", class `ZeRO_1`.
 """
 
 import argparse
@@ -71,6 +72,10 @@ class ZeRO1:
 
     To clip, call `engine.reduce_gradients()` after backward. Then every rank has the whole mean in `param.grad`, so
     `torch.nn.utils.clip_grad_norm_` works as usual before `engine.step()`.
+
+    The steps work on buckets (class `Bucket`, below). In a bucket several parameters lie end to end: their weights in
+    `flat`, their gradients in `gradient`. `own` is the slice that this rank owns. `shard` is `flat[own]`, and
+    `shard.grad` is `gradient[own]`. These are views, that is, the same memory under another name.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -106,7 +111,7 @@ class ZeRO1:
         with record_function("step 5 gather parameters"):
             gather_parameters(self.buckets)
         for bucket in self.buckets:
-            bucket.shard.grad = None  # it was used, so the next `step()` reduces again
+            bucket.shard.grad = None  # not reduced yet: so the next `step()` reduces again
 
     def reduce_gradients(self):
         """Step 3: average the gradients over the ranks, and hand this rank's part to the optimizer.
@@ -145,8 +150,8 @@ class ZeRO1:
             for param, grad in zip(bucket.params, bucket.grads):
                 param.grad = grad  # again, in case somebody has replaced it
 
-    # Step 0, which runs only at the build. Methods of one line exist because zerolab/engine, which builds on the
-    # chapters, overrides them. Read through them.
+    # Step 0, which runs only at the build. Some methods have one line only, so that zerolab/engine, which builds on the
+    # chapters, can override them.
 
     def check(self):
         check_model(self.model, self.group)
@@ -235,10 +240,8 @@ class Bucket:
         """Step 0: move the parameters into one buffer, and make the model's weights views of it."""
         flat = self.lay_out(self.params, self.params[0].dtype)
         for index, param in enumerate(self.params):
-            # The same Parameter as before, in other memory: writing to `flat` now writes to the weight. Autograd does
-            # not see such writes, because a Parameter keeps its own version (a number that autograd compares in
-            # backward, to detect a weight that was changed after forward). ZeRO-3 needs that, because it gathers the
-            # same values again inside backward. Step 5 brings new values, and so it reports the change itself.
+            # The same Parameter as before, in other memory: from here on, writing to `flat` writes to the weight.
+            # Autograd does not notice such writes; see `gather_parameters`.
             param.data = self.place(flat, index)
         broadcast_whole([flat], self.group)  # all ranks start with rank 0's weights
         return flat
@@ -273,7 +276,7 @@ class Bucket:
 
     def gather(self):
         """Step 5: start to bring all shards into `flat`, and so into the weights. Returns the work, to wait for."""
-        # `flat` receives all shards. In ZeRO-1 and -2 this rank's shard is sent from its own place there.
+        # `flat` receives all shards. In ZeRO-1 and -2 `shard` is a view of it, so it is sent and received in one place.
         return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
 
@@ -285,8 +288,10 @@ def gather_parameters(buckets):
             works.append(bucket.gather())
     for bucket, work in zip(buckets, works):
         work.wait()
-        # Autograd did not see that these weights changed (see `flatten`), so we report it. Then a backward through a
-        # graph that was built before this step raises an error, as in plain PyTorch. It would mix old and new weights.
+        # A tensor has a version, a number that autograd compares in backward, to detect a weight that was changed after
+        # forward. Writing to `flat` does not raise the version of a parameter, so it is raised here. Then a backward
+        # through a graph that was built before this step raises an error, as in plain PyTorch, and does not mix old and
+        # new weights.
         increment_version(bucket.params)
 
 

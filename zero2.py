@@ -1,10 +1,10 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-Every rank must compute all gradients, because its batch counts in every sum. It need not keep them: a rank updates only
-its own shard, so once a bucket is summed it needs only this shard of the sum. ZeRO-1 sums after backward, so all whole
-gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has finished the last gradient of a
-bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard r of the sum. Then the whole
-gradients of the bucket are freed.
+Every rank must compute all gradients, because every gradient is a sum over the batches of all ranks. It need not keep
+them: a rank updates only its own shard, so once a bucket is summed it needs only this shard of the sum. ZeRO-1 sums
+after backward, so all whole gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has finished
+the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard r of the
+sum. Then the whole gradients of the bucket are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
@@ -16,6 +16,7 @@ alive.) Backward reaches the last layer first, so bucket 0 has the last layer's 
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
+    whole        | bucket 0            | buckets 0 and 1     | buckets 1 and 2     | bucket 2           |
 
 Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
 all-gather of step 5 together send as much as DDP's all-reduce, which is both of them in one.
@@ -99,8 +100,8 @@ class ZeRO2:
         its parameters.
         """
         if self.turn == len(self.buckets):
-            # All buckets were sent, so this is the first gradient of another backward: start again. We start again only
-            # here, and not when the last bucket is sent, because `step()` checks that nothing is missing.
+            # All buckets were sent, so this is the first gradient of another backward: start again. Not earlier, when
+            # the last bucket is sent, because then every gradient would look missing to the check in `step()`.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -129,8 +130,9 @@ class ZeRO2:
         with record_function("step 3 reduce gradients"):
             # Receive the previous bucket first. It travelled while backward computed this one, and receiving it frees
             # its whole gradients. Only then this bucket's gradients are copied into one buffer, which is sent. So the
-            # whole gradients of at most two buckets are alive, however large the model is. The price: backward waits
-            # here if the network is slower than the computation. DDP keeps all buckets in flight.
+            # whole gradients of at most two buckets are alive, however large the model is, as long as backward finishes
+            # the buckets in their order. The price: backward waits here if the network is slower than the computation.
+            # DDP keeps all buckets in flight.
             self.receive()
             with record_function(f"send {bucket.name}"):
                 self.in_flight = self.make_reduction(bucket)
@@ -283,7 +285,8 @@ def check_gradient(bucket, param):
         raise RuntimeError(f"the gradient of {name!r} is sparse: build its embedding with sparse=False")
     raise RuntimeError(
         f"a second gradient of {name!r} came before its bucket was complete: an earlier backward left out some "
-        "parameters. Call zero_grad() of this stage now; then use every trained parameter in every backward"
+        "parameters, or several reentrant checkpoints use this one. Call zero_grad() of this stage now; then use every "
+        "trained parameter in every backward, and checkpoints with use_reentrant=False"
     )
 
 
@@ -315,14 +318,17 @@ def check_complete(buckets):
 # What it raises
 #
 # - At the build: what ZeRO-1 raises.
-# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed. On GPUs also complex
-#   gradients, which NCCL does not reduce-scatter. The engines support them.
+# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed, which also comes if a
+#   weight is used in several reentrant checkpoints (`use_reentrant=True`). On GPUs also complex gradients, which NCCL
+#   does not reduce-scatter. The engines support them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
 # - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
 #
 # What it does not detect, besides what ZeRO-1 does not detect
 #
+# - Modules that run in another order than the one in which they are registered in the model: training is right, but
+#   buckets that are complete wait for their turn, and more gradients are whole, in the worst case all.
 # - Code that reads or clears `param.grad`, which is None after backward: torch's `clip_grad_norm_` and loops over
 #   `param.grad` find nothing, and `param.grad = None` clears nothing.
 # - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`), registered after the build: it runs

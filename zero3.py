@@ -23,7 +23,8 @@ gathered after it (R: root, U: a unit):
 
 At the end of backward the root is freed and reduced, and nothing is gathered any more.
 
-Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses are ZeRO-1's; few parameters are whole at any moment.
+Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses are ZeRO-1's, and fewer parameters are whole at once.
+In the trace "reduce 2" is `send blocks.2`, after the unit sent before is received; what only computes is not printed.
 Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_3`.
 """
 
@@ -106,22 +107,26 @@ class ZeRO3:
         unit.free()
         self.watch_output(unit, output)
 
-    # Backward. A unit must be gathered before backward reads its weights, so the stage has to learn in time which unit
-    # backward has reached. There are two events for this, and the one that comes first gathers the unit:
+    # Backward. In an ordinary unit, `on_output` comes first: it makes sure that the unit is gathered, and starts the
+    # gather of the one before it. Then autograd computes, and calls `on_gradient` once for each parameter. After the
+    # last one, `finish` frees the unit and sends its gradients.
+    #
+    # A unit must be gathered before backward reads its weights, so the stage has to learn in time which unit backward
+    # has reached. There are two events for this:
     #
     #     on_output   a gradient has arrived at an output of the unit
     #     unpack      autograd is about to read a tensor that forward has saved, and it is a weight of the unit. (In
     #                 y = x @ W.T the gradient of x is computed from W, so forward saves W.)
     #
-    #                 an ordinary unit    Probe        Block          root
-    #     on_output   gathers it          too late     gathers it     is not watched
-    #     unpack      finds it gathered   gathers it   never comes    finds it gathered, and prefetches the last unit
+    #                 an ordinary unit   `Probe`: a loss inside   `Block`: a checkpoint inside   the root
+    #     on_output   comes first        comes too late           comes first                    is not watched
+    #     unpack      finds it done      comes first              never comes                    comes first
     #
-    # Most models would need only `unpack`. Here is one that needs each of them.
+    # The one that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the one before it.
+    # (The root is gathered already.) Most models would need only `unpack`. Here is one that needs each of them.
     #
-    # `Probe` needs `unpack`. Backward begins at `self.loss`. The hook on a tensor runs when the gradients of all its
-    # uses are added up. The linear layer uses the output `x` too, so the hook runs only after this layer's backward,
-    # and by then its weight has been read:
+    # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` waits for
+    # both gradients, and the first one comes from the very backward that reads the weight:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
@@ -129,7 +134,7 @@ class ZeRO3:
     #             return x
     #
     # `Block` needs `on_output`. A checkpoint keeps no activations in forward, and runs its forward again in backward.
-    # It has hooks on saved tensors of its own, and of nested ones only the innermost apply. So inside of it no weight
+    # It installs hooks on saved tensors of its own, and torch calls only the innermost ones. So inside of it no weight
     # passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
     #
     #     class Block(nn.Module):
@@ -148,9 +153,9 @@ class ZeRO3:
     def pack(tensor):
         """In forward: autograd calls this to save `tensor`, and keeps what it returns.
 
-        An operation such as `exp` saves its own result. If the very same tensor were kept, the result would hold its
-        node of the graph, and the node the result. Python cannot collect such a cycle, because the node is in C++.
-        `detach` gives a tensor on the same memory without the node.
+        An operation such as `exp` saves its own result. If this very tensor were kept, the operation's node in the
+        graph would hold its result, and the result holds its node (`grad_fn`). Such a cycle is never freed, because the
+        node is in C++. `detach` gives a tensor on the same memory without the node.
         """
         return tensor.detach(), tensor._version
 
@@ -180,8 +185,8 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Not if its backward is over. An example: a norm after the embedding is in the root, so autograd asks for a
-            # weight of the root at the very end. `root.preceding` is the last unit, which is not needed any more.
+            # Not if its backward is over. If autograd reads a weight of the root at the very end (of a norm after the
+            # embedding), `root.preceding` is still the last unit, which nobody needs any more.
             if each.missing:
                 each.start_gather()
         unit.wait()
@@ -448,7 +453,10 @@ def in_backward():
 
 
 def version_of(unit):
-    """A number that changes when somebody writes to a weight in place. Gathers do not change it (`Bucket.flatten`)."""
+    """A number that changes when somebody writes to a weight in place.
+
+    A gather writes to `flat`, which does not change it: with `param.data = ...` a parameter keeps its own version.
+    """
     return sum([param._version for param in unit.params])
 
 
@@ -513,8 +521,8 @@ def check_allocated(unit):
 # - `unit.wait()` in `ZeRO3.before_forward`: silently wrong. The unit computes with what is in memory before the gather.
 # - `unit.free()` in `ZeRO3.after_forward`: more memory. All units are gathered at the end of forward.
 # - `self.watch_output(unit, output)` in `ZeRO3.after_forward`: the class `Block` above reads a freed weight in
-#   backward.
-# - `self.before_backward(unit)` in `ZeRO3.unpack`: the class `Probe` above reads a freed weight in backward.
+#   backward, or with prefetch one that is not waited for: an error, or silently wrong.
+# - `self.before_backward(unit)` in `ZeRO3.unpack`: the same for the class `Probe` above.
 # - `if each.missing:` in `ZeRO3.before_backward`, as `if True:`: with a norm after the embedding, one more gather in
 #   each step. The last unit is gathered until the end of backward.
 # - `self.expect_gradients()` in `ZeRO3.notice_backward`: an error in the second backward before a step, "a second
