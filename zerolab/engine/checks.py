@@ -171,11 +171,13 @@ def check_units(model, units):
     unit_around = {}
     for unit in units:
         if unit not in names:
-            raise ValueError(f"{str(unit)[:80]!r} in units is not a module of the model: pass list(model.blocks), say")
+            raise ValueError(
+                f"{str(unit)[:80]!r} in units is not a module of the model: pass for example list(model.blocks)"
+            )
         for module in unit.modules():
             if module in unit_around:
                 raise ValueError(
-                    f"the units {names[unit_around[module]]!r} and {names[unit]!r} overlap: drop one of the two"
+                    f"the units {names[unit_around[module]]!r} and {names[unit]!r} overlap: leave out one of the two"
                 )
             unit_around[module] = unit
 

@@ -56,7 +56,7 @@ class Source:
         if not given:
             raise ValueError(
                 f"{list(on_meta)[:3]} are on the meta device and have no values: pass init_fn=, which is called as "
-                "init_fn(name, tensor) and fills the tensor in place, or state_dict=, which has the values"
+                "init_fn(name, tensor) and fills the tensor in place, or state_dict=, which contains the values"
             )
         if self.state_dict is None:
             return
@@ -69,7 +69,7 @@ class Source:
         if missing:
             raise KeyError(
                 f"{missing[:5]} are on the meta device and are not in state_dict, because these buffers are not "
-                "persistent. Pass init_fn= as well, which is called as init_fn(name, tensor) for what state_dict lacks"
+                "persistent. Pass init_fn= as well, which is called as init_fn(name, tensor) for each of them"
             )
         for name, tensor in on_meta.items():
             if name in values and values[name].shape != tensor.shape:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 
 class Unsafe(RuntimeError):
-    """A checkpoint has something other than tensors and plain values. It was not unpickled."""
+    """A checkpoint contains something other than tensors and plain values. It was not unpickled."""
 
 
 class Placeholder:

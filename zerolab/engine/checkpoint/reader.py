@@ -99,7 +99,7 @@ class Folder:
         except (Unsafe, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
             raise Unsafe(
-                f"{str(self.path)!r} was not loaded: it has something other than tensors and plain values, or is "
+                f"{str(self.path)!r} was not loaded: it contains something other than tensors and plain values, or is "
                 f"damaged ({reason})"
             ) from None
         except Damaged:
