@@ -460,6 +460,35 @@ def test_whole_states_are_refused_where_they_do_not_fit(ranks, stage, tmp_path):
     checkpoint.save(engine, tmp_path / "two")
     swapped = build(stage, make_optimizer=list, groups=lambda model: two_optimizers(model)[::-1])
     raised_on_every_rank(ValueError, "SGD, AdamW, but", checkpoint.load, swapped, tmp_path / "two")
+    exchanged = build(stage, make_optimizer=list, groups=two_optimizers_exchanged)
+    raised_on_every_rank(ValueError, "is not from SGD", checkpoint.load, exchanged, tmp_path / "two")
+
+
+def two_optimizers_exchanged(model):
+    matrices, others = groups_of(model)
+    return [OPTIMIZERS["sgd"]([others]), ADAMW([matrices])]
+
+
+@two_ranks
+@stages
+@on_every_rank
+def test_a_mean_of_rows_may_have_the_shape_of_its_parameter(ranks, stage, tmp_path):
+    """In Adafactor the state `col_var` of a matrix with one row, but not that of other matrices."""
+    engines = []
+    for seed in (0, 1):
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)), seed=seed)
+        engines.append(stage(model, torch.optim.Adafactor(model.parameters(), lr=0.05), whole=True))
+    first, second = engines
+
+    def loss_of_next_step(engine):
+        inputs = own_batch(3)[0].double()
+        losses = [engine.training_step(inputs, inputs[:, :1], mse_loss).item() for _ in range(2)]
+        return losses[-1]
+
+    loss_of_next_step(first)
+    checkpoint.save(first, tmp_path)
+    checkpoint.load(second, tmp_path)
+    assert loss_of_next_step(second) == loss_of_next_step(first)
 
 
 class Experts(nn.Module):

@@ -282,6 +282,7 @@ def test_the_shards_hold_each_parameter_once(engine):
         owned = [None] * dist.get_world_size()
         dist.all_gather_object(owned, sum(piece.numel() for piece in bucket.pieces.values()))
         assert sum(owned) == sum(param.numel() for param in bucket.params)
+        assert all(offset % bucket.alignment() == 0 for offset in bucket.offsets), bucket.offsets
         assert max(owned) <= bucket.shard_numel <= max(owned) + len(bucket.params) * bucket.alignment()
 
 

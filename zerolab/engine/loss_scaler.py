@@ -44,8 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=engine.options.everyone)
         mesh = tensor_parallel.mesh_of(engine.model.parameters())
         overflow = tensor_parallel.gather_over(mesh, overflow).amax()
-        for optimizer in engine.optimizers:
-            self._found_inf_per_device(optimizer)[device] = overflow
+        self._found_inf_per_device(engine.optimizers[0])[device] = overflow  # `update` takes the largest of all flags
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         """Torch's, with the scale where the gradients are: with offload it is on the host.
@@ -60,12 +59,11 @@ class GradScaler(torch.amp.GradScaler):
         """`engine.step()`, unless a rank has an infinite gradient. Unscales first if that was not done."""
         if not self.is_enabled():
             return engine.step()
-        first = engine.optimizers[0]  # all of them have the same flags
+        first = engine.optimizers[0]  # has the decision of all ranks for all optimizers
         if self._per_optimizer_states[id(first)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() was called already since the last update(): call scaler.update() in between")
         if not self._found_inf_per_device(first):
             self.unscale_(engine)
         if not any(flag.item() for flag in self._found_inf_per_device(first).values()):
             engine.step()
-        for optimizer in engine.optimizers:
-            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._per_optimizer_states[id(first)]["stage"] = OptState.STEPPED
