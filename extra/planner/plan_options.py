@@ -36,7 +36,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                          f"{options.network}, or give it alone")  # fmt: skip
     asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
     if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]} answer different questions: pass only one of them")
+        raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
     if options.sweep:
         try:
             os.makedirs(options.out, exist_ok=True)

@@ -60,7 +60,7 @@ def settle_engines(options: argparse.Namespace) -> None:
     """Choose what is recorded (`names` or `bug`), and the engine with which the page opens (`opens`)."""
     if options.bug is not None:
         if options.engine is not None or options.engines is not None:
-            raise ValueError("--bug chooses the engine itself: leave out the other engine")
+            raise ValueError("--bug chooses the engine itself: leave out the other one")
         options.bug = exhibit_of(options.bug).number
         of_exhibit(options.bug)  # raises, too
     own = engine_file.enter(options.engine_file, "watch")
