@@ -16,7 +16,7 @@ from conformance.pair import Pair
 from conformance.test_meta import fill, on_meta
 from conformance.test_precision import batch_with_overflow, loss_times_factor, mse_in_float64, scaled_step
 from conformance.test_unused import Choices, choices_of, chosen_loss
-from zerolab.engine import GradScaler
+from zerolab.engine import GradScaler, checkpoint
 
 pytestmark = pytest.mark.stages("zero1", "zero2", "zero3")
 ROUNDING = 1e-10
@@ -216,14 +216,25 @@ class OneMatrix(nn.Module):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("muon", ["exact", "torch"])
-def test_a_rank_may_own_nothing(engine, muon):
-    """A single matrix has one owner. The others step an optimizer with an empty group, and clip by the same norm."""
+def test_a_rank_may_own_nothing(engine, muon, tmp_path):
+    """A single matrix has one owner. The others step an optimizer with an empty group, and clip by the same norm.
+
+    They also save and load, and schedule an empty group.
+    """
     make = {"exact": ExactMuon, "torch": torch.optim.Muon}[muon]
     pair = whole_pair(engine, OneMatrix, lambda model: [make(model.parameters())], whole=True, tolerance=1e-2)
-    for step in range(3):
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (*pair.optimizer, pair.trained.optimizer)
+    ]
+    for step in range(4):
         pair.backward(step)
         pair.clip(0.01)
         pair.step()
+        for schedule in schedules:
+            schedule.step()
+        if step == 1:
+            checkpoint.save(pair.trained, tmp_path)
+            checkpoint.load(pair.trained, tmp_path)
     pair.check_weights()
     assert sorted(elements_of_state(pair.trained)) == [0, 0, 18]
 
