@@ -41,9 +41,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from zero1 import ZeRO1
+from zero1 import Bucket, ZeRO1
 from zero2 import ZeRO2
-from zero3 import ZeRO3
+from zero3 import ZeRO3, parameters_by_unit
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # a step too many or too few shows in the decay
@@ -78,7 +78,9 @@ def test_gradients_can_be_read_and_clipped_by_hand(ranks, stage):
         pair.backward(step)
         expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
         pair.trained.reduce_gradients()
-        pair.trained.reduce_gradients()  # nothing is left to do
+        with Recorder() as recorder:
+            pair.trained.reduce_gradients()
+        same(recorder.collectives, [], what="collectives when nothing is left to reduce")
         if stage is ZeRO1:  # every rank has the whole mean in `param.grad`
             found = nn.utils.clip_grad_norm_(pair.trained.model.parameters(), 0.01)
         else:
@@ -146,6 +148,7 @@ def test_zero3_gathers_each_unit_twice(ranks):
         mse(engine, *own_batch(0)).backward()
     kinds = [kind for kind, _ in recorder.collectives]
     same(kinds.count("all-gather"), 2 * 3 + 1, what="gathers of three units and the root")
+    same(engine.in_flight, None, what="the reduction in flight after backward")
     same(last, [[False, False, False, True]], what="gathered units when the embedding's gradient is there")
 
 
@@ -198,6 +201,65 @@ def test_zero3_names_a_weight_that_is_read_outside_of_backward(ranks):
     assert not any("'root'" in error for error in errors), errors  # it is gathered, so it can be read
     loss.backward()
     engine.step()
+
+
+@two_ranks
+@pytest.mark.parametrize("sizes", [(3, 5, 1), (9,), (0,)])
+@on_every_rank
+def test_parameters_and_shards_begin_at_aligned_places(ranks, sizes):
+    """Kernels are fast there. No shard is empty, also if a bucket has no elements, and padding is zero."""
+    params = [nn.Parameter(torch.ones(size)) for size in sizes]
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written to is NaN
+    try:
+        with torch.no_grad():
+            bucket = Bucket("bucket", [(f"weight {index}", param) for index, param in enumerate(params)], None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bucket.shard_numel > 0 and bucket.alignment() > 1
+    for place in (*bucket.offsets, bucket.shard_numel):
+        assert place % bucket.alignment() == 0, (bucket.offsets, bucket.shard_numel)
+    same(bucket.flat.sum().item(), float(sum(sizes)), what="the sum of ones and padding")
+
+
+@two_ranks
+@on_every_rank
+def test_a_weight_of_several_units_is_the_roots(ranks):
+    """Else one of the units would free it while another one computes."""
+    model = seeded(Blocks)
+    model.blocks[2].scale = model.blocks[0].scale
+    found = parameters_by_unit(model, list(model.blocks))
+    assert "blocks.0.scale" in [name for name, _ in found[model]]
+
+
+@pytest.mark.parametrize("ranks", [1])
+@on_every_rank
+def test_a_single_rank_gathers_nothing_ahead(ranks):
+    """It has nothing to wait for, so it saves the memory."""
+    model = seeded(Blocks)
+    engine = ZeRO3(model, ADAMW(model.parameters()), prefetch=2)
+    assert not any(unit.following or unit.preceding for unit in engine.units)
+
+
+@two_ranks
+@on_every_rank
+def test_units_are_gathered_ahead_in_the_order_of_their_use(ranks):
+    model = seeded(Blocks)
+    engine = ZeRO3(model, ADAMW(model.parameters()), prefetch=2)
+    first, second, third, _ = engine.units
+    same([unit.following for unit in engine.units], [[second, third], [third], [], [first, second]], what="in forward")
+    same([unit.preceding for unit in engine.units], [[], [first], [second, first], [third, second]], what="in backward")
+
+
+@two_ranks
+@on_every_rank
+def test_a_gather_ahead_is_in_flight_while_a_unit_computes(ranks):
+    """It is waited for when its own unit begins, and not before."""
+    model = seeded(Blocks)
+    engine = ZeRO3(model, ADAMW(model.parameters()))
+    seen = []
+    model.blocks[0].up.register_forward_pre_hook(lambda *_: seen.append(engine.units[1].work is not None))
+    engine(own_batch(0)[0])
+    same(seen, [True])
 
 
 # Memory.
