@@ -454,12 +454,12 @@ def main(stage, **options):
     for step in range(1, 200):
         loss = train_one_step()
         if rank == 0 and step in (1, 10, 50, 100, 150):
-            print(f"step {step:3}: loss {loss.item():.3f} on the batch of rank 0")
+            print(f"training step {step:3}: loss {loss.item():.3f} on the batch of rank 0")
 
     with Meter(engine, trace=arguments["trace"] and rank == 0) as meter:
         loss = train_one_step()
     if rank == 0:
-        print(f"step 200: loss {loss.item():.3f} on the batch of rank 0", flush=True)
+        print(f"training step 200: loss {loss.item():.3f} on the batch of rank 0", flush=True)
     whole = sum(param.nbytes for param in model.parameters())
     under_ddp = {"parameters": whole, "gradients": whole, "optimizer state": 2 * whole}  # AdamW keeps two per weight
     for turn in range(engine.world_size):  # one rank after the other, so that the lines do not mix
