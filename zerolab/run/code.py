@@ -14,8 +14,8 @@ MEASURED = ("zerolab.run.counterparts", "zerolab.run.model")  # with what they i
 
 
 def commit() -> str | None:
-    """The commit of this clone, with "-dirty" if files have changed since. None outside of a clone."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    """The commit of this clone, whose files may have changed since. None outside of a clone."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

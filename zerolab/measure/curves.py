@@ -1,0 +1,142 @@
+"""The training runs of docs/train.md: a GPT under DDP and the three stages, one killed and resumed, one with Muon.
+
+    .venv/bin/python -m zerolab.measure.curves runs/curves --json results/curves-cpu-2ranks.json
+
+It runs the commands of `runs` one after the other, each with the same options. Every run has a folder in runs/curves; a
+folder that is complete is not run again.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from zerolab.run import engines, journal, json_file, process_group, train, train_options
+from zerolab.run.data import load_text
+from zerolab.run.model import preset
+from zerolab.run.ranks import ROOT
+
+SAVES = 12  # checkpoints of a run
+KILLED_AFTER = 0.55  # of the steps, which is some steps after a checkpoint
+
+
+class UnderDDP(train.Training):
+    """The same loop under DDP, which `train` does not have. It saves nothing."""
+
+    def __init__(self, options, world, text):
+        super().__init__(options, world, text)  # the batches; its engine is not used
+        model = train.GPT(self.config, options.seed).to(world.device)
+        (optimizer,), _ = train.make_optimizers(model, options, world.device)
+        self.engine = engines.build("ddp", model, optimizer, world.device)
+        self.engine.clip_grad_norm_ = lambda largest: nn.utils.clip_grad_norm_(model.parameters(), largest)
+
+    def save(self) -> None:
+        pass
+
+    def load(self) -> None:
+        pass
+
+
+def train_under_ddp() -> None:
+    """What each rank of the DDP run does. The command line is train's, with zero1 in the place of the stage."""
+    options = train_options.arguments()
+    world = process_group.start(options.backend, options.device)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    UnderDDP(options, world, load_text(options.data, preset(options.preset).seq)).run(lambda: False)
+    process_group.stop()
+
+
+def runs(ranks: int, options: list[str]) -> dict[str, list[list[str]]]:
+    """{name: its commands}. If there are two, the first one is killed, and the second one continues."""
+    stage = {name: ["./launch.sh", "train", name, str(ranks), *options] for name in ("zero1", "zero2", "zero3")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return {
+        "DDP": [[*torchrun, "-m", "zerolab.measure.curves", "zero1", *options]],
+        "ZeRO-1": [stage["zero1"]],
+        "ZeRO-2": [stage["zero2"]],
+        "ZeRO-3, killed, then ZeRO-2": [stage["zero3"], stage["zero2"]],
+        "ZeRO-2, Muon": [[*stage["zero2"], "--optimizer", "muon"]],
+    }
+
+
+def run(name: str, commands: list[list[str]], folder: Path, steps: int) -> dict:
+    """Run the commands, and return what they have written: losses, evaluations, and the continued text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "output.txt"
+    for number, command in enumerate(commands):
+        if len(journal.read(folder)) == steps:
+            break
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                [*command, "--folder", str(folder)],
+                cwd=ROOT,
+                env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        print(f"{name}: {' '.join(command[-12:])}", flush=True)
+        if number < len(commands) - 1:
+            while len(journal.read(folder)) < KILLED_AFTER * steps and process.poll() is None:
+                time.sleep(0.2)
+            kill(process.pid)
+            print(f"{name}: killed after step {len(journal.read(folder))}", flush=True)
+        elif process.wait():
+            raise RuntimeError(f"{name} failed with status {process.returncode}: see {log}")
+        process.wait()
+    lines = journal.read(folder)
+    text = log.read_text()
+    return {
+        "commands": [" ".join(command).replace(sys.executable, "python") for command in commands],
+        "losses": [line["loss"] for line in lines],
+        "evaluation": {line["step"]: line["evaluation_loss"] for line in lines if "evaluation_loss" in line},
+        "continued": [int(step) for step in re.findall(r"continuing after step (\d+)", text)],
+        "text": re.findall(r"After (b['\"].*['\"]) the model writes (b['\"].*['\"])\.", text)[-1],
+    }
+
+
+def kill(launcher: int) -> None:
+    """End the launcher and its ranks without a chance to save. Parents first, so that nobody starts new ranks."""
+    process = psutil.Process(launcher)
+    for each in (process, *process.children(recursive=True)):
+        each.kill()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    train_with = [
+        "--preset",
+        options.preset,
+        "--steps",
+        str(options.steps),
+        "--save-every",
+        str(options.steps // SAVES),
+    ]
+    results = json_file.about(torch.device("cpu")) | {"ranks": options.ranks, "runs": {}}
+    results |= {"preset": options.preset, "steps": options.steps}
+    results["command"] = f"python -m zerolab.measure.curves {' '.join(map(str, sys.argv[1:]))}"
+    for name, commands in runs(options.ranks, train_with).items():
+        folder = options.folder.resolve() / re.sub(r"\W+", "-", name.lower())
+        results["runs"][name] = run(name, commands, folder, options.steps)
+        json_file.write(options.json, results, whole=False)
+    json_file.write(options.json, results)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        process_group.run(train_under_ddp)
+    else:
+        main()
