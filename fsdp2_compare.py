@@ -1,6 +1,7 @@
 """The referee: trains one GPT on one text under every engine, and compares losses, memory, traffic and step times.
 
-An engine is anything that trains a model on several ranks. By default these are compared:
+An engine is anything that trains a model on several ranks. These are compared by default, but for the last two, which
+run only on request, as zero1_2psi and DeepSpeed's stages do:
 
     single                      one process on the batches of all ranks together: what the others must equal
     ddp                         DistributedDataParallel(gradient_as_bucket_view=True)
@@ -10,7 +11,7 @@ An engine is anything that trains a model on several ranks. By default these are
     fsdp1                       FullyShardedDataParallel around every block and the model, like fsdp2
     fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"
 
-The last two run only on request. zerolab/run/counterparts.py builds torch's own engines as users build them.
+zerolab/run/counterparts.py builds torch's own engines as users build them.
 
 The engines go through three passes:
 

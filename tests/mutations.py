@@ -1,4 +1,6 @@
-"""Wrong chapters: one table of statements of the chapters, of what takes their place, and of what one sees then.
+"""Wrong chapters: statements of the chapters, what takes their place, and the test that fails then.
+
+test_deleted_lines.py has those of the lists at the ends of the chapters, with what one sees.
 
 A statement is found in the syntax tree of its function, so that comments and layout may change. It must be there
 exactly once.

@@ -1,4 +1,4 @@
-"""For every wrong chapter of mutations.py a test of the default suite is named that fails with it."""
+"""For every wrong chapter, but for three, a test of the default suite is named that fails with it."""
 
 import contextlib
 import io
@@ -11,6 +11,7 @@ from test_deleted_lines import DELETED
 from zerolab.run import pool
 
 MUTATIONS = [*(mutation for mutation, _, _ in DELETED), *OTHERS]
+FOUND_BY_DEFAULT = [each for each in MUTATIONS if f"{each.chapter}, {each}" not in FOUND_BY_THE_EXERCISE]
 
 
 def test_every_mutation_fits_its_chapter_and_has_a_test():
@@ -72,7 +73,7 @@ def run_with(mutation, folder, *arguments):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+@pytest.mark.parametrize("mutation", FOUND_BY_DEFAULT, ids=str)
 def test_the_named_test_finds_a_mutation(tmp_path, mutation):
     (test,) = [each for each, mutations in FOUND_BY.items() if f"{mutation.chapter}, {mutation}" in mutations]
     status, printed = run_with(mutation, tmp_path, str(ROOT / "tests" / test))

@@ -8,7 +8,8 @@
 
 The cost: each rank holds whole gradients, 4Ψ bytes in float32, where ZeRO-2 and -3 otherwise hold 4Ψ/N. The gain for k
 backwards per step: ZeRO-2 sends 2Ψ elements instead of (k+1)Ψ. ZeRO-3 sends (2k+1)Ψ instead of 3kΨ. ZeRO-1 sends
-nothing before `step()`, so `no_sync` changes nothing there.
+nothing before `step()`, so `no_sync` changes nothing there, except that the last backward must run outside, as in all
+stages.
 
 DDP's `no_sync()` and FSDP2's `set_requires_gradient_sync(False)` do the same. Sums are kept in `reduce_dtype`: adding
 up many gradients in bfloat16 would lose digits.

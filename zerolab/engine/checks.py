@@ -229,7 +229,9 @@ def check_gradients(engine):
                 missing.append(name)
     if engine.gradients is Gradients.KEPT:
         names = shorten([name for name, _ in kept])
-        raise RuntimeError(f"gradients of {names} were kept by no_sync(): the last backward must run outside")
+        raise RuntimeError(
+            f"gradients of {names or 'all parameters'} were kept by no_sync(): the last backward must run outside"
+        )
     if replaced:
         raise RuntimeError(
             f"param.grad of {shorten(replaced)} was replaced, so it is not in the engine's buffer, and would not be "

@@ -69,7 +69,7 @@ class Engine:
         self.chapter_options = dict(chapter_options)
         self.gradients = Gradients.CLEARED
         self.sync = True  # False inside `no_sync`
-        self.saving = None  # the thread of `checkpoint.async_save`
+        self.saving = None  # the running save of `checkpoint.async_save`
         self.optimizers = as_list(optimizer)
         super().__init__(model, as_one(self.optimizers), group=group, **chapter_options)
         parameters.adopt(self.buckets)

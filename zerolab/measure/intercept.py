@@ -1,4 +1,4 @@
-"""The one place that replaces functions of torch while something is recorded.
+"""Replaces functions of torch while something is recorded, for all instruments of this package.
 
 The instruments see almost everything through torch's dispatcher. Two things do not pass it: a storage that is resized,
 and a wait for a collective. So `resize_` and `wait` are replaced while at least one instrument listens. Any number can

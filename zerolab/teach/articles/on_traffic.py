@@ -242,10 +242,7 @@ def chain_of_1():
 
 @functools.cache
 def events_of_a_step(name: str, make_model=chain_of_4, **options) -> list[str]:
-    """The events of an engine in [forward, backward, before the update, after its beginning], in the third step.
-
-    After two steps ZeRO-3 knows the order of its units.
-    """
+    """The events of an engine in [forward, backward, before the update, after its beginning], in the third step."""
     with running(name, make_model, **options) as engine:
         for _ in range(3):
             with Events() as events:
