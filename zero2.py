@@ -1,27 +1,28 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
-Every rank must compute all gradients, because every gradient is a sum over the batches of all ranks. It need not keep
-them: a rank updates only its own shard, so once a bucket is summed it needs only this shard of the sum. ZeRO-1 sums
-after backward, so all whole gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has finished
-the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard r of the
-sum. Then the whole gradients of the bucket are freed.
+Every rank must compute all gradients, because every gradient is a sum over the batches of all ranks. A rank need not
+keep them, because it updates only its own shard. Once a bucket is summed, it needs only this shard of the sum. ZeRO-1
+sums after backward, so all whole gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has
+finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard
+r of the sum. Then the whole gradients of the bucket are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-So step 3 runs inside step 2. (The article's version is simpler: it reduces after backward, and all whole gradients are
-alive.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters:
+So step 3 runs inside step 2. (The version in the article named below is simpler: it reduces after backward, and all
+whole gradients are alive.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters. Each
+column is the time in which one layer's gradients are computed:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
-    whole        | bucket 0            | buckets 0 and 1     | buckets 1 and 2     | bucket 2           |
+    whole grads  | bucket 0            | buckets 0 and 1     | buckets 1 and 2     | bucket 2           |
 
 Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
-all-gather of step 5 together send as much as DDP's all-reduce, which is both of them in one.
+all-gather of step 5 together send as much as DDP's all-reduce, because an all-reduce is one of each.
 
-Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses are ZeRO-1's, and fewer gradients are whole at once.
+Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses equal ZeRO-1's, and fewer gradients are whole.
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
 """
 
@@ -50,8 +51,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments and use are as in `ZeRO1`, and so is saving. Gradients leave `param.grad` during backward. To clip them by
-    the norm of the whole gradient:
+    Arguments, use and saving are as in `ZeRO1`. During backward each `param.grad` becomes None. To clip by the norm of
+    the whole gradient:
 
         engine.reduce_gradients()  # now every `shard.grad` is this rank's part of the mean
         shards = engine.optimizer.param_groups[0]["params"]
@@ -96,12 +97,13 @@ class ZeRO2:
         """A hook, a function that autograd calls: inside step 2, when it has finished `param.grad`.
 
         It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
-        autograd first adds up the gradients of all uses. So a bucket is complete when it was called once for each of
-        its parameters.
+        autograd first adds up the gradients of all uses. So a bucket is complete when `on_gradient` has been called
+        once for each of its parameters.
         """
         if self.turn == len(self.buckets):
-            # All buckets were sent, so this is the first gradient of another backward: start again. Not earlier, when
-            # the last bucket is sent, because then every gradient would look missing to the check in `step()`.
+            # All buckets were sent, so this is the first gradient of another backward: start again. This is not done
+            # earlier, when the last bucket is sent, because then every gradient would look missing to the check in
+            # `step()`.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -109,7 +111,7 @@ class ZeRO2:
         self.send_complete()
 
     def expect_gradients(self):
-        """Every gradient is missing, and the first bucket is sent next."""
+        """Mark every gradient as missing, and begin again with the first bucket."""
         self.turn = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)
@@ -119,7 +121,8 @@ class ZeRO2:
 
         A collective carries no name: the third one of this rank meets the third one of every other rank. So buckets are
         sent in one fixed order. Ranks may finish gradients in different orders, for example where a model calls its
-        branches in an order that depends on the data. Then a complete bucket waits, and stays whole.
+        branches in an order that depends on the data. Then a complete bucket waits for its turn, and meanwhile its
+        gradients stay whole.
         """
         while self.turn < len(self.buckets) and not self.buckets[self.turn].missing:
             self.send(self.buckets[self.turn])
@@ -143,7 +146,7 @@ class ZeRO2:
         if self.in_flight is not None:
             with record_function(f"receive {self.in_flight.bucket.name}"):
                 self.in_flight.finish()
-                self.in_flight = None  # frees the whole gradients (on a GPU, operations queued later may reuse them)
+                self.in_flight = None  # frees the whole gradients (on a GPU, later operations may reuse the memory)
 
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
@@ -164,14 +167,14 @@ class ZeRO2:
 
     def zero_grad(self):
         """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
-        self.receive()  # else the next step would receive it, and add it
+        self.receive()  # else the next step would receive the bucket in flight, and add it
         self.expect_gradients()
         for bucket in self.buckets:
             bucket.shard.grad = None
             for param in bucket.params:
                 param.grad = None
 
-    # Step 0. Down to `take_over_optimizer` it is ZeRO-1's, without the buffer for gradients.
+    # Step 0. Down to `take_over_optimizer` these methods are ZeRO1's, without the buffer for gradients.
 
     def check(self):
         check_model(self.model, self.group)
@@ -232,7 +235,7 @@ class Reduction:
         self.average()
         self.deliver()
 
-    # Methods of their own because zerolab/engine overrides them.
+    # These are separate methods because zerolab/engine overrides them.
 
     def lay_out_gradients(self):
         return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
@@ -245,11 +248,11 @@ class Reduction:
         if shard.grad is None:
             shard.grad = self.shard_gradient
         else:
-            shard.grad += self.shard_gradient  # of a later backward before the same step
+            shard.grad += self.shard_gradient  # a later backward before the same step
 
 
 def take_gradients(bucket):
-    """The gradient of each parameter. From here on `param.grad` is None, so copying them is their last use."""
+    """The gradient of each parameter. From here on `param.grad` is None, so they are freed once they are copied."""
     gradients = [param.grad for param in bucket.params]
     for param in bucket.params:
         param.grad = None
@@ -257,7 +260,7 @@ def take_gradients(bucket):
 
 
 def weak_hook(method, *objects):
-    """A hook that calls `method(*objects, ...)`, and does not keep their owners alive. After their end it does nothing.
+    """A hook that calls `method(*objects, ...)` as long as its owner lives, and does not keep it alive.
 
     The stage holds the model, the model has the hook, and an ordinary hook would hold the stage. torch keeps such hooks
     in C++, where Python's garbage collector cannot see this cycle, so none of them would ever be freed.
@@ -312,28 +315,28 @@ def check_complete(buckets):
 
 # What ZeRO-2 trains
 #
-# - What ZeRO-1 trains, but every trained parameter needs a gradient in every backward, on all ranks alike. Freeze an
-#   unused parameter before the build.
+# - All models that ZeRO-1 trains, if every trained parameter gets a gradient in every backward, on all ranks alike.
+#   Freeze an unused parameter before the build.
 #
 # What it raises
 #
 # - At the build: what ZeRO-1 raises.
-# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed, which also comes if a
-#   weight is used in several reentrant checkpoints (`use_reentrant=True`). On GPUs also complex gradients, which NCCL
-#   does not reduce-scatter. The engines support them.
+# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed. The second error is
+#   also raised if several reentrant checkpoints (`use_reentrant=True`) use one weight. On GPUs also complex gradients,
+#   which NCCL does not reduce-scatter. The engines support them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
 # - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
 #
 # What it does not detect, besides what ZeRO-1 does not detect
 #
-# - Modules that run in another order than the one in which they are registered in the model: training is right, but
-#   buckets that are complete wait for their turn, and more gradients are whole, in the worst case all.
+# - Modules that run in a different order than the one in which they are registered in the model. Training is correct,
+#   but buckets that are complete wait for their turn, and more gradients are whole, in the worst case all.
 # - Code that reads or clears `param.grad`, which is None after backward: torch's `clip_grad_norm_` and loops over
 #   `param.grad` find nothing, and `param.grad = None` clears nothing.
 # - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`), registered after the build: it runs
 #   after the stage's, when `param.grad` may be None already. Registered before the build it sees the local gradient.
-# - `optimizer.step()` after several backwards: it lacks the bucket in flight and gathers nothing.
+# - `optimizer.step()` after several backwards: it misses the last bucket, and does not gather the updated parameters.
 # - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added. After `step()` it clears
 #   all gradients, as in plain PyTorch.
 # - A GradScaler: each rank looks for infs in its own shards only, so some ranks skip a step and others do not.
@@ -374,11 +377,12 @@ def check_complete(buckets):
 #     peak   4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes and one backward per step, without activations
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
-# Just before the last bucket is sent, two have whole gradients: the one that backward has just finished, and the one in
-# flight. The 12Ψ/N count a gradient shard for each bucket. The one just finished has none yet: minus B/N. For the demo,
-# whose buckets are equal except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal
-# buckets the largest sum of two that are sent one after the other takes the place of 2B. On CPUs, gloo has one more
-# copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
+# Just before the last bucket is sent, the whole gradients of two buckets are alive: of the one that backward has just
+# finished, and of the one in flight. The 12Ψ/N count a gradient shard for each bucket. The bucket just finished has
+# none yet, so B/N is subtracted. For the demo, whose buckets are equal except for the small last one, the formula is
+# exact to 1% on 2, 4 and 8 ranks. With unequal buckets, 2B becomes the largest sum of a bucket and the larger one of
+# itself and the bucket before it, because a bucket's gradients are copied before they are freed. On CPUs, gloo has one
+# more copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
 # reduce-scatter is an all-reduce.
 #
 # Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are

@@ -4,27 +4,27 @@ At any moment a model computes in one layer, so only this layer's parameters hav
 into units, for example one per transformer block. Right before a unit computes, an all-gather brings all of its
 parameters to every rank: the unit is gathered. Right after its forward it is freed: the memory is given back, and each
 rank keeps its shard. Backward does both again. The parameters outside of all units (embedding, last norm, head) are the
-root. It stays gathered from the start of forward to its last gradient. Prefetch: the next unit's gather is started
-before this unit computes, so that sending and computing overlap.
+root. It stays gathered from the start of forward until backward has finished its last gradient. With prefetch, the next
+unit's gather is started before this unit computes, so that sending and computing overlap.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-Steps: 0 partition, 1 forward and 2 backward with 5 gather inside both and 3 reduce inside backward, 4 update. The new
-shards are gathered by the next forward. The events for three units and prefetch 1, and under each of them what is
-gathered after it (R: root, U: a unit):
+Steps: 0 partition, 1 forward, 2 backward, 4 update. Step 5 gather happens inside forward and backward, step 3 reduce
+inside backward. The new shards are gathered by the next forward. These are the events for three units and prefetch 1.
+The line below them shows what is gathered after each (R: root, U: a unit):
 
     forward  gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2 | free 2
              R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
-    backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | unit 1: | compute 0 | free 0, reduce 0 | embed
-             R + U      R + U   R + 2U     R + 2U      R + U              as 2      R + U       R                  R
+    backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | same of | compute 0 | free 0, reduce 0 | embed
+             R + U      R + U   R + 2U     R + 2U      R + U              unit 1    R + U       R                  R
 
-At the end of backward the root is freed and reduced, and nothing is gathered any more.
+At the end of backward the root's weights are freed and its gradients reduced, and nothing is gathered any more.
 
-Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses are ZeRO-1's, and fewer parameters are whole at once.
-In the trace "reduce 2" is `send blocks.2`, after the unit sent before is received; what only computes is not printed.
+Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses equal ZeRO-1's, and fewer parameters are whole. The
+trace prints "reduce 2" as `send blocks.2`, after `receive` of the unit before. Computation is not printed.
 Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_3`.
 """
 
@@ -48,9 +48,9 @@ class ZeRO3:
                 `default_units`
     prefetch    how many units ahead to gather
 
-    The model must fit on each rank once, whole, when the stage is built; frozen parameters stay whole. Call `engine(x)`
-    and not `model(x)`. Weights cannot be read between the steps, because they are freed. How to save is at the end
-    of the file.
+    While the stage is built, every rank needs memory for the whole model. Frozen parameters stay whole. Call
+    `engine(x)` and not `model(x)`. Weights cannot be read between the steps, because they are freed. How to save is at
+    the end of the file.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -108,25 +108,26 @@ class ZeRO3:
         self.watch_output(unit, output)
 
     # Backward. In an ordinary unit, `on_output` comes first: it makes sure that the unit is gathered, and starts the
-    # gather of the one before it. Then autograd computes, and calls `on_gradient` once for each parameter. After the
+    # gather of the unit before it. Then autograd computes, and calls `on_gradient` once for each parameter. After the
     # last one, `finish` frees the unit and sends its gradients.
     #
     # A unit must be gathered before backward reads its weights, so the stage has to learn in time which unit backward
     # has reached. There are two events for this:
     #
     #     on_output   a gradient has arrived at an output of the unit
-    #     unpack      autograd is about to read a tensor that forward has saved, and it is a weight of the unit. (In
+    #     unpack      autograd is about to read a tensor that forward has saved, which is a weight of the unit. (In
     #                 y = x @ W.T the gradient of x is computed from W, so forward saves W.)
     #
     #                 an ordinary unit   `Probe`: a loss inside   `Block`: a checkpoint inside   the root
     #     on_output   comes first        comes too late           comes first                    is not watched
-    #     unpack      finds it done      comes first              never comes                    comes first
+    #     unpack      comes second       comes first              never comes                    comes first
     #
-    # The one that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the one before it.
-    # (The root is gathered already.) Most models would need only `unpack`. Here is one that needs each of them.
+    # The one that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the unit before it.
+    # The other one has nothing left to do. (The root is gathered already.) Most models would need only `unpack`. Here
+    # are two, which need one of them each.
     #
-    # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` waits for
-    # both gradients, and the first one comes from the very backward that reads the weight:
+    # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` runs only
+    # when both gradients are there. The linear layer's backward makes one of them, and reads the weight before:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
@@ -134,7 +135,7 @@ class ZeRO3:
     #             return x
     #
     # `Block` needs `on_output`. A checkpoint keeps no activations in forward, and runs its forward again in backward.
-    # It installs hooks on saved tensors of its own, and torch calls only the innermost ones. So inside of it no weight
+    # It installs its own hooks on saved tensors, and torch calls only the innermost ones. So inside of it no weight
     # passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
     #
     #     class Block(nn.Module):
@@ -168,13 +169,13 @@ class ZeRO3:
         if unit is not None and in_backward():
             self.before_backward(unit)
         elif unit is not None:
-            check_allocated(unit)  # somebody else asks, such as a debugger
+            check_allocated(unit)  # the reader is not backward, but a debugger, for example
         return tensor
 
     def on_output(self, unit, gradient):
         """Autograd calls this in backward, when it has the gradient of one of the unit's outputs."""
         self.notice_backward()
-        if unit.missing:  # else the unit is done: this tensor was an input that it passed on
+        if unit.missing:  # else the unit is done, and this output is one of its inputs, passed on unchanged
             self.before_backward(unit)
 
     def before_backward(self, unit):
@@ -185,8 +186,8 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Not if its backward is over. If autograd reads a weight of the root at the very end (of a norm after the
-            # embedding), `root.preceding` is still the last unit, which nobody needs any more.
+            # Skip a unit whose backward is over. If autograd reads a weight of the root at the very end (of a norm
+            # after the embedding), `root.preceding` is still the last unit, which nobody needs any more.
             if each.missing:
                 each.start_gather()
         unit.wait()
@@ -206,12 +207,12 @@ class ZeRO3:
             Variable._execution_engine.queue_callback(weak_hook(self.end_backward))
 
     def expect_gradients(self):
-        """Every gradient is missing."""
+        """Mark every gradient as missing."""
         for unit in self.units:
             unit.missing = set(unit.params)
 
     def on_gradient(self, param):
-        """Autograd calls this in backward: `param.grad` is finished. When a unit has all its gradients, it is done.
+        """Autograd calls this in backward: `param.grad` is finished. A unit that has all its gradients is done.
 
         There are no turns as in ZeRO-2, because all ranks must run the units in the same order anyway: each gather
         meets the other ranks' gathers.
@@ -224,7 +225,7 @@ class ZeRO3:
             self.finish(unit)
 
     def finish(self, unit):
-        """The unit's backward is over."""
+        """The unit's backward is over: free its weights, and send its gradients."""
         unit.free()  # first, so that this unit's weights and its reduction's buffer are never alive together
         self.send(unit)
 
@@ -246,7 +247,7 @@ class ZeRO3:
     def end_backward(self):
         """Autograd calls this when backward is over."""
         self.receive()  # the last reduction, usually the root's
-        self.free_all()  # units without a gradient, and units that were asked for again after their last one
+        self.free_all()  # units without a gradient, and units that were gathered again after their last gradient
 
     def free_all(self):
         for unit in self.units:
@@ -268,8 +269,8 @@ class ZeRO3:
             unit.version = version_of(unit)  # this change is no mistake: see `check_unwritten`
 
     def reduce_gradients(self):
-        """Only a check is left. Raises RuntimeError for gradients that did not come, or were not sent."""
-        self.receive()  # of a backward that did not finish
+        """The gradients are reduced already. Raises RuntimeError for those that did not come, or were not sent."""
+        self.receive()  # what an unfinished backward has left in flight
         check_complete(self.units)
 
     def zero_grad(self):
@@ -281,7 +282,7 @@ class ZeRO3:
             for param in unit.params:
                 param.grad = None
 
-    # Step 0. `check`, `broadcast_untrained` and `take_over_optimizer` are ZeRO-1's.
+    # Step 0. `check`, `broadcast_untrained` and `take_over_optimizer` are the same as in `ZeRO1`.
 
     def check(self):
         check_model(self.model, self.group)
@@ -312,7 +313,7 @@ class ZeRO3:
     def plan_prefetch(self, prefetch):
         """Step 0: choose the units to gather together with each unit, in forward and in backward.
 
-        The root is used before the first unit and after the last one, so its neighbours are these.
+        The root is used before the first unit and after the last one, so these two are its neighbours.
         """
         ahead = prefetch if self.world_size > 1 else 0  # a single rank has nothing to wait for, so it saves the memory
         inner = [unit for unit in self.units if unit.module is not self.model]
@@ -340,7 +341,7 @@ class ZeRO3:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def make_reduction(self, unit):
-        return Reduction(unit)  # which needs no memory under `flat`
+        return Reduction(unit)  # it has its own buffer, so `flat` may be freed
 
 
 class Unit(Bucket):
@@ -351,11 +352,12 @@ class Unit(Bucket):
     shard       (shard_numel,)  its own                                 always
     shard.grad  (shard_numel,)  the reduction's `shard_gradient`        from the unit's reduction to `zero_grad()`
 
-    Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That frees little,
-    because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive. Backward
-    multiplies by these views. So they stay, and the memory under them goes: `storage.resize_(0)` gives it back, and
-    every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them. FSDP2 does
-    the same. (Whole gradients need no `resize_`: nobody else holds them, so dropping the last reference frees them.)
+    Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That does not free
+    the memory, because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive.
+    Backward multiplies by these views. So the views stay, and only their memory is freed: `storage.resize_(0)` gives it
+    back, and every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them.
+    FSDP2 does the same. (Whole gradients need no `resize_`: nobody else holds them, so dropping the last reference
+    frees them.)
     """
 
     def __init__(self, name, module, named_params, group):
@@ -404,7 +406,7 @@ class Unit(Bucket):
 def default_units(module):
     """The modules that become units: the entries of every outermost ModuleList or Sequential.
 
-    An entry without its own forward only holds other modules. It is never called, so it is looked into.
+    An entry without its own forward only holds other modules. It is never called, so its children are searched.
     """
     found = []
     for child in module.children():
@@ -423,7 +425,7 @@ def parameters_by_unit(model, modules):
     Every parameter is in exactly one of them. The root has the parameters that are in no unit, and those that modules
     of different units share (tied weights).
     """
-    home_of_module = {}  # module -> the one of `modules` that it is in, and the model if it is in several
+    home_of_module = {}  # module -> the one of `modules` that contains it; the model if several do
     for top in modules:
         for module in top.modules():
             home_of_module[module] = model if module in home_of_module else top
@@ -439,7 +441,7 @@ def parameters_by_unit(model, modules):
 
 
 def storage_of(tensor):
-    """The same for all views of one storage, with memory or without. None for a sparse tensor, which has several."""
+    """An identifier that all views of one storage share. None for a sparse tensor, which has several storages."""
     if tensor.layout is torch.strided:
         return tensor.untyped_storage()._cdata
     return None
@@ -455,7 +457,8 @@ def in_backward():
 def version_of(unit):
     """A number that changes when somebody writes to a weight in place.
 
-    A gather writes to `flat`, which does not change it: with `param.data = ...` a parameter keeps its own version.
+    A gather writes to `flat`, which does not change this number, because with `param.data = ...` a parameter keeps its
+    own version.
     """
     return sum([param._version for param in unit.params])
 
@@ -551,13 +554,13 @@ def check_allocated(unit):
 #     peak   16Ψ/N + 4(R + 2U) + 4(H + 2U) - 4(R + 2U)/N, with prefetch 1 and without activations
 #     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
 #
-# R, U and H are elements: the root, a unit, and what is behind the units in the root, the last norm and the head. The
-# peak comes late in backward. These are alive then:
+# R, U and H are numbers of elements: of the root, of a unit, and of those parameters of the root that come after the
+# units (the last norm and the head). The peak comes late in backward. These are alive then:
 #
 #     16Ψ/N           the shards of weights, gradients and optimizer state
 #     4(R + 2U)       whole weights: the root, the unit at work, the unit prefetched
-#     4(H + 2U)       whole gradients: the head's, which wait in the root for the embedding's; those of the unit at work
-#                     and of the unit in flight
+#     4(H + 2U)       whole gradients: of the unit at work, of the unit in flight, and of the head. The root is reduced
+#                     when it has all its gradients, so the head's wait for the embedding's
 #     -4(R + 2U)/N    the root, the unit at work and the unit prefetched have no gradient shard yet
 #
 # So more gradients are whole than in ZeRO-2, where the head has buckets of its own. With a large root the peak can come
@@ -566,7 +569,7 @@ def check_allocated(unit):
 # ranks. On CPUs, gloo also has copies of what it gathers and reduces, two to four units, which the demo does not count.
 #
 # The root is gathered once per step, so a little less than 3Ψ is sent. With k backwards before a step, k times as much
-# is. (Paper, sections 5.3 for memory and 7 for traffic.)
+# is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
 
 
 if __name__ == "__main__":

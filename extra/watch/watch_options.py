@@ -37,7 +37,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seq",
         type=int,
-        help="tokens per sequence (default 32; with more tokens, activations take nearly the memory that is shown)",
+        help="tokens per sequence (default 32; with more tokens, nearly all memory shown is activations)",
     )
     parser.add_argument(
         "--bucket-mb", type=non_negative_float, help="the size of a bucket in MiB (default: the engine's)"

@@ -19,7 +19,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "engines",
         nargs="*",
         metavar="ENGINE|FILE.py",
-        help="zero2 for an engine, zero2.py for the chapter, or your own file "
+        help="zero2 tests ZeRO2Engine, zero2.py the chapter, FILE.py your own engine "
         "(default: the chapters, our engines, PyTorch's engines, and DeepSpeed's if it is installed)",
     )
     parser.add_argument(

@@ -24,7 +24,7 @@ from zerolab.run.shared_options import (
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         "bench [N]",
-        description="Measures step times and peaks of several engines, or of several options, which take turns.",
+        description="Measures step times and peaks of engines, or of options, which train one step each in turn.",
     )
     add_preset(parser)
     parser.add_argument("--layers", type=positive_int, help="number of blocks, instead of the preset's")
@@ -48,14 +48,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="WORDS",
-        help="measure what the options cost; with WORDS only the sweeps with these words in their name",
+        help="measure what the options cost; with WORDS only some of them, such as --sweeps prefetch",
     )
     instead.add_argument(
         "--host",
         nargs="?",
         const="",
         metavar="ENGINE",
-        help="measure how long Python takes per step with many small parameters; "
+        help="measure Python's own time per step, with many small parameters; "
         "with ENGINE, also print where this time is spent",
     )
     instead.add_argument(

@@ -30,7 +30,8 @@ from zerolab.run.shared_options import (
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         "compare [N]",
-        description="Trains one GPT under DDP, our stages and FSDP2, and compares losses, memory, traffic and time.",
+        description="Trains one GPT on N ranks under DDP, the three ZeRO stages and FSDP2, and compares losses, "
+        "memory, traffic and time.",
     )
     add_preset(parser)
     add_engines(parser)

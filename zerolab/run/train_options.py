@@ -20,7 +20,8 @@ from zerolab.run.shared_options import (
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
-        "train STAGE [N]", description="Trains a GPT and saves checkpoints. Run the same command again to resume."
+        "train STAGE [N]",
+        description="Trains a GPT on N ranks and saves checkpoints. Run the same command again to resume.",
     )
     parser.add_argument("stage", metavar="STAGE", choices=CHAPTERS, help=", ".join(CHAPTERS))
     parser.add_argument(
@@ -45,7 +46,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--save-every",
         type=positive_int,
         default=50,
-        help="save a checkpoint each time after this number of steps (default 50)",
+        help="how many steps are between two checkpoints (default 50)",
     )
     parser.add_argument(
         "--tensorboard",

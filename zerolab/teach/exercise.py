@@ -109,7 +109,6 @@ def generate(name: str, hints: int = 1) -> str:
     lines, after = text.split("\n"), ast.parse(text).body[0].end_lineno
     lines[after:after] = ["", *_introduction(name, exercise)]
     text = "\n".join(lines)
-    text = re.sub(r"Run it: torchrun --nproc-per-node 2 zero\d\.py", f"Check it: ./launch.sh check {name}", text)
     text = text.partition("\n# What goes wrong if you delete a line")[0].rstrip()  # it gives answers away
     return sealed(f'{text}\n\n\nif __name__ == "__main__":\n    main({exercise.engine})')
 

@@ -193,6 +193,8 @@ def check_folder(options: argparse.Namespace) -> list[Checked]:
     for file in sorted(options.folder.resolve().glob("*.py")):
         found.append(Checked(file, options, quiet=True))
         print(f"{file.name}: {found[-1].points}", flush=True)
+        if options.junit:
+            write_junit(Path(options.junit), found)  # now, so that an interrupted command leaves what it has found
     by_verdicts = sorted(found, key=lambda each: -len(each.verdicts))  # first a file that has all steps, in their order
     titles = list(dict.fromkeys(title for each in by_verdicts for title in each.verdicts))
     rows = [["file", "points", *map(str, range(1, len(titles) + 1))]]
@@ -219,7 +221,6 @@ def write_junit(path: Path, checked: list[Checked]) -> None:
             ElementTree.SubElement(properties, "property", name=title, value=sign)
         suite.extend(each.results)
     ElementTree.ElementTree(suites).write(path, encoding="unicode", xml_declaration=True)
-    print(f"written: {path.resolve()}")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -246,5 +247,6 @@ def main(argv: list[str] | None = None) -> None:
         found = check_folder(options) if options.folder else check_one(options)
         if options.junit:
             write_junit(Path(options.junit), found)
+            print(f"written: {Path(options.junit).resolve()}")
     correct = all(each.points == len(each.verdicts) for each in found)
     sys.exit(0 if options.folder or correct else 1)
