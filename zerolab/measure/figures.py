@@ -320,6 +320,35 @@ def scaling(results: dict):
     return figure
 
 
+# A training run.
+
+
+def curves(results: dict):
+    """Losses of training runs, and how far each is from the first one, which is DDP's, in every step."""
+    figure, (above, below) = new(2, height=6.4, sharex=True, height_ratios=(3, 2))
+    first, *others = results["runs"]
+    looks = {first: {"color": "#c8c8c8", "linewidth": 5}}
+    looks |= {name: {"linewidth": 1.2, "linestyle": line} for name, line in zip(others, ("-", "--", "-.", ":"))}
+    reference = results["runs"][first]["losses"]
+    for name, run in results["runs"].items():
+        steps = range(1, len(run["losses"]) + 1)
+        above.plot(steps, run["losses"], label=name, **looks[name])
+        apart = [abs(loss - other) for loss, other in zip(run["losses"], reference)]
+        if name != first:
+            below.plot(steps, [max(each, 1e-8) for each in apart], label=name, **looks[name])
+    above.set(ylabel="training loss, nats per byte", xlim=(0, results["steps"]))
+    below.set(yscale="log", ylabel=f"difference from {first}", xlabel="step")
+    above.legend(fontsize=9)
+    for axes in (above, below):
+        light_grid(axes)
+    title(
+        figure,
+        "The stages train as DDP does, also across a crash and a change of stage",
+        f"GPT {results['preset']}, {results['ranks']} ranks, clipped gradients; differences below 1e-8 are drawn there",
+    )
+    return figure
+
+
 # Time.
 
 
@@ -434,6 +463,7 @@ FIGURES = {
         ("trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"),
         "./launch.sh zero3 2 --trace",
     ),
+    "curves": Figure(curves, ("curves-cpu-2ranks.json",), "python -m zerolab.measure.curves --json"),
     "scaling": Figure(scaling, ("memory-7b-1-to-1024-ranks.json",), "./launch.sh memory --up-to 8 --json"),
 }
 

@@ -41,6 +41,7 @@ BLOCK = re.compile(
 )
 
 MEMORY = "memory-7b-8ranks.json"
+CURVES = "curves-cpu-2ranks.json"
 SLOW_RANK = "step-time-slow-rank-cpu-2ranks.json"
 LAUNCHES = [f"referee-cpu-2ranks-{number}.json" for number in range(1, 6)]
 ARTICLE_GB = {"ddp": "112", "zero1": "63", "zero2": "38.5", "zero3": "14", "fsdp2": "14"}  # for 7e9 parameters
@@ -69,19 +70,15 @@ class Shown:
 
 REFEREE = {
     "readme": Shown(
-        "referee-cpu-2ranks-3.json",
+        LAUNCHES[0],
         (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB"),),
     ),
     "all": Shown(
-        "referee-cpu-2ranks-3.json",
+        LAUNCHES[0],
         (
             ("first loss", "last loss", "diff to ddp"),
             ("params MB", "grads MB", "optim MB", "peak MB", "sent MB"),
         ),
-    ),
-    "times": Shown(
-        "referee-cpu-2ranks-3.json",
-        (("step ms", "x ddp", "tokens/s"),),
     ),
     "bf16": Shown(
         "referee-cpu-2ranks-bf16.json",
@@ -129,12 +126,45 @@ def referee(which: str, *names: str) -> str:
     return "\n\n".join([*made, conditions(report, shown.file)])
 
 
+def step_times() -> str:
+    """Step times of all engines, over several launches."""
+    reports, rows = [result(file) for file in LAUNCHES], []
+    for name in reports[0]["runs"]:
+        times = [report["runs"][name]["step_ms"] for report in reports]
+        over_ddp = [time / report["runs"]["ddp"]["step_ms"] for time, report in zip(times, reports)]
+        tokens = [report["runs"][name]["tokens_per_s"] for report in reports]
+        milliseconds = [f"{choose(times):.0f}" for choose in (median, min, max)]
+        rows.append([f"`{name}`", *milliseconds, f"{median(over_ddp):.2f}", f"{median(tokens):,.0f}"])
+    made = table("engine | step ms, median | lowest | highest | x DDP, median | tokens/s, median", rows)
+    return f"{made}\n\n{conditions(reports[0], LAUNCHES[0].replace('1.json', '[1-5].json'))}"
+
+
 def launches() -> str:
     """The ratios of step times over several launches."""
     rows = []
     for name, values in ratios([result(file) for file in LAUNCHES]).items():
         rows.append([f"`{name}`", *(f"{ratio(values):.2f}" for ratio in (median, min, max))])
     return table(f"step time, {len(LAUNCHES)} launches | median | lowest | highest", rows)
+
+
+def curves() -> str:
+    """The training runs of docs/train.md."""
+    report = result(CURVES)
+    reference = report["runs"]["DDP"]["losses"]
+    rows = []
+    for name, run in report["runs"].items():
+        apart = max(abs(loss - other) for loss, other in zip(run["losses"], reference))
+        evaluation = list(run["evaluation"].values())[-1]
+        rows.append([name, f"{run['losses'][-1]:.4f}", f"{evaluation:.4f}", f"{apart:.1e}" if apart else "0"])
+    made = table("run | last training loss | evaluation loss | largest difference from DDP in a step", rows)
+    where = f"{report['hardware']}, torch {report['torch']} (`results/{CURVES}`)."
+    return f"{made}\n\nPreset `{report['preset']}`, {report['steps']} steps, {report['ranks']} ranks, {where}"
+
+
+def written(name: str) -> str:
+    """What the model of this run writes, and the text before it."""
+    given, continued = result(CURVES)["runs"][name]["text"]
+    return f"```\n{given} {continued}\n```"
 
 
 def slow_rank() -> str:
@@ -283,7 +313,10 @@ Blocks = dict[str, Callable[..., str]]
 
 BLOCKS: Blocks = {  # the name between the marks, and the function that writes the block
     "referee": referee,
+    "step-times": step_times,
     "launches": launches,
+    "curves": curves,
+    "written": written,
     "slow-rank": slow_rank,
     "sweep": sweep,
     "machines": machines,
