@@ -149,7 +149,7 @@ def test_two_steps_without_zero_grad(stage):
             backward(engine, step)
             engine.step()
         weights.append(torch.cat([param.detach().flatten() for param in engine.model.parameters()]))
-    expect_values("the weights after two steps without zero_grad()", *weights)
+    expect_values("the weights after two steps without zero_grad(), of which the second reduces again", *weights)
 
 
 @pytest.mark.blank("Bucket.gather")
