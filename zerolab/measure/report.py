@@ -88,7 +88,7 @@ def on_a_cpu(folder: str) -> list[Command]:
         compare("bfloat16, two ranks", f"{folder}/compare-2-bf16.json", 2, "tiny", dtype="bf16", limit=240),
         Command(
             "The chapters' promises: losses of one process, bytes held and sent",
-            "./launch.sh test tests/test_chapters.py -k 'one_process or peak_is or frees' -q -rfEs",
+            "./launch.sh conform zero1.py zero2.py zero3.py",
             least=30,
             limit=240,
         ),
