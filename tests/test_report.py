@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conformance import conform_options
 
 import fsdp2_compare
 from zerolab.engine import accelerator
@@ -80,6 +81,7 @@ def test_the_minutes_are_kept_and_what_does_not_fit_is_listed(tmp_path, monkeypa
 
 DRIVER = """
 import sys
+from conformance import conform_options
 from zerolab.measure import report
 first = report.Command("first", "cp {referee} {folder}/compare-1.json", least=1, limit=60)
 second = report.Command("second", "torchrun --nproc-per-node 1 {script}", least=1, limit=600)
@@ -140,6 +142,7 @@ def chapter_arguments(name, words):
 def parsed(command: report.Command, gpus: int) -> str:
     """The name of what the command runs, if its program accepts the command line."""
     parsers = {"compare": fsdp2_compare.arguments, "memory": memory.arguments, "bench": bench.arguments}
+    parsers |= {"conform": conform_options.arguments}
     parsers |= {name: partial(chapter_arguments, name) for name in CHAPTERS}
     program, *words = shlex.split(command.line)
     if program == "torchrun":
@@ -171,7 +174,8 @@ def test_every_command_is_one_that_its_program_accepts(gpus, tmp_path, monkeypat
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda" if gpus else "cpu")
     chosen = report.chosen_commands(str(tmp_path), gpus, report.SIZES)
     started = {parsed(command, gpus) for command in chosen}
-    assert {"compare", "bench", "zero3", "zero3.py", "test", "torch.utils.collect_env"} <= started
+    assert {"compare", "bench", "zero3", "zero3.py", "torch.utils.collect_env"} <= started
+    assert ("test" if gpus else "conform") in started
     assert ("one_gpu memory" if gpus else "memory") in started
     assert gpus != 1 or "one_gpu host" in started
     assert all(0 < command.least <= command.limit for command in chosen)
