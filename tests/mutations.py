@@ -239,9 +239,6 @@ RIGHT = {
     ],
 }
 
-# Mutations that change nothing, and why.
-EQUIVALENT: list[Mutation] = []
-
 # For each mutation of the two tables a test of the default suite that fails with it: {test: (chapter, mutation)}.
 FOUND_BY = {
     "conformance/test_late_collectives.py::test_a_collective_may_run_as_late_as_its_wait[zero1.py-2-Blocks]": [

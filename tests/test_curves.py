@@ -10,7 +10,7 @@ from zerolab.measure import curves
 @pytest.mark.long
 def test_all_runs_train_alike_also_after_a_kill(tmp_path):
     file = tmp_path / "curves.json"
-    curves.main([str(tmp_path), "--preset", "toy", "--steps", "48", "--json", str(file)])
+    curves.main([str(tmp_path / "runs"), "--preset", "toy", "--steps", "48", "--json", str(file)])
     runs = json.loads(file.read_text())["runs"]
     ddp = runs["DDP"]["losses"]
     assert len(ddp) == 48 and ddp[-1] < 0.9 * ddp[0]

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m zerolab.measure.curves runs/curves --json results/curves-cpu-2ranks.json
 
-It runs the commands of `runs` one after the other, each with the same options. Every run has a folder in runs/curves; a
-folder that is complete is not run again.
+It runs the commands of `runs` one after the other, each with the same options. Every run has a folder in runs/curves,
+which must not exist yet, because runs of older code would be reported as runs of this code.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,12 +31,11 @@ KILLED_AFTER = 0.55  # of the steps, which is some steps after a checkpoint
 class UnderDDP(train.Training):
     """The same loop under DDP, which `train` does not have. It saves nothing."""
 
-    def __init__(self, options, world, text):
-        super().__init__(options, world, text)  # the batches; its engine is not used
-        model = train.GPT(self.config, options.seed).to(world.device)
-        (optimizer,), _ = train.make_optimizers(model, options, world.device)
-        self.engine = engines.build("ddp", model, optimizer, world.device)
-        self.engine.clip_grad_norm_ = lambda largest: nn.utils.clip_grad_norm_(model.parameters(), largest)
+    def build_engine(self, model):
+        (optimizer,), _ = train.make_optimizers(model, self.options, self.world.device)
+        engine = engines.build("ddp", model, optimizer, self.world.device)
+        engine.clip_grad_norm_ = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        return engine
 
     def save(self) -> None:
         pass
@@ -68,11 +68,9 @@ def runs(ranks: int, options: list[str]) -> dict[str, list[list[str]]]:
 
 def run(name: str, commands: list[list[str]], folder: Path, steps: int) -> dict:
     """Run the commands, and return what they have written: losses, evaluations, and the continued text."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     log = folder / "output.txt"
     for number, command in enumerate(commands):
-        if len(journal.read(folder)) == steps:
-            break
         with log.open("a") as output:
             process = subprocess.Popen(
                 [*command, "--folder", str(folder)],
@@ -86,6 +84,8 @@ def run(name: str, commands: list[list[str]], folder: Path, steps: int) -> dict:
         if number < len(commands) - 1:
             while len(journal.read(folder)) < KILLED_AFTER * steps and process.poll() is None:
                 time.sleep(0.2)
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended before it was killed, with status {process.returncode}: see {log}")
             kill(process.pid)
             print(f"{name}: killed after step {len(journal.read(folder))}", flush=True)
         elif process.wait():
@@ -117,6 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    if options.folder.exists():
+        parser.error(f"{options.folder} exists: pass a new folder, because runs of older code would be reported")
     train_with = [
         "--preset",
         options.preset,

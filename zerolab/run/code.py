@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from zerolab.run.ranks import ROOT
+
 MEASURED = ("zerolab.run.counterparts", "zerolab.run.model")  # with what they import: chapters, engines, counterparts
 
 

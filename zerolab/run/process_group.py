@@ -61,8 +61,7 @@ def choose(backend: str, device: str, local_rank: int, ranks_here: int, gpus: in
         if ranks_here > gpus:
             raise ValueError(
                 f"{ranks_here} {own.upper()} ranks on a machine with {gpus} GPU(s): {own.upper()} needs one GPU per "
-                f"rank (without this check NCCL would "
-                f"raise 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
+                f"rank (else NCCL raises 'Duplicate GPU detected'). Start {gpus} rank(s), or use --backend gloo"
             )
     if device == "cpu" or gpus == 0:
         return "gloo", "cpu", "no GPU is used" if gpus else "torch sees no GPU"

@@ -60,10 +60,13 @@ class Training:
         self.batches = Batches(text, options.global_batch, self.config.seq, options.seed, world.device)
         self.unseen = Batches(end, options.global_batch, self.config.seq, options.seed, world.device)
         model = GPT(self.config, options.seed).to(world.device)
-        optimizers, whole = make_optimizers(model, options, world.device)
-        more = {"dtype": engines.DTYPES[options.dtype], "engine": True, "whole": whole}  # the chapters cannot clip
-        self.engine = engines.build(options.stage, model, optimizers, world.device, **more)
+        self.engine = self.build_engine(model)
         self.saving = self.journal = None
+
+    def build_engine(self, model):
+        optimizers, whole = make_optimizers(model, self.options, self.world.device)
+        more = {"dtype": engines.DTYPES[self.options.dtype], "engine": True, "whole": whole}  # the chapters cannot clip
+        return engines.build(self.options.stage, model, optimizers, self.world.device, **more)
 
     def run(self, asked) -> None:
         """Continue where the run stopped, until its end or until `asked()` is true on any rank."""
