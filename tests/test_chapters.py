@@ -264,7 +264,7 @@ def test_a_gather_ahead_is_in_flight_while_a_unit_computes(ranks):
 
 # Memory.
 
-DEMO_PEAKS = """
+DEMO_MEMORY = """
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -276,29 +276,43 @@ for ranks in (2, 4, 8):
     for stage, options in ((zero1.ZeRO1, {"bucket_mb": 0.25}), (zero2.ZeRO2, {"bucket_mb": 0.25}), (zero3.ZeRO3, {})):
         torch.manual_seed(0)
         model = zero1.Model()
+        tokens = torch.randint(256, (1, 17))
+        step = tokens[:, :16], tokens[:, 16], torch.nn.functional.cross_entropy
         with Recorder(*model.parameters()) as recorder:
             engine = stage(model, torch.optim.AdamW(model.parameters(), fused=True), **options)
-            for step in range(2):
-                recorder.peak = 0
-                tokens = torch.randint(256, (1, 17))
-                engine.training_step(tokens[:, :16], tokens[:, 16], torch.nn.functional.cross_entropy)
-        print(ranks, stage.__name__.lower(), recorder.peak)
+            engine.training_step(*step)
+            recorder.peak = 0
+            engine.training_step(*step)
+        with zero1.Meter(engine, trace=False) as meter:
+            engine.training_step(*step)
+        print(ranks, stage.__name__.lower(), recorder.peak, end=" ")
+        print(*meter.at_update.values(), meter.most_parameters, meter.most_gradients)
     dist.destroy_process_group()
 """
+DEMO_ON_TWO = {  # MB at the update of parameters, gradients, optimizer state; the most whole parameters, gradients
+    "zero1": [1.85, 1.85, 1.85, 1.85, 1.85],
+    "zero2": [1.85, 0.93, 1.85, 1.85, 0.52],  # gradients of two buckets, with a block each
+    "zero3": [0.93, 0.93, 1.85, 0.80, 0.79],  # root and two units; head and two units
+}
 
 
-def test_the_formulas_of_the_peak_hold_for_the_demo():
-    """Rank 0 of a group without other ranks runs the model of `main` on one row, so that activations are small."""
+def test_the_memory_of_the_demo():
+    """The peak has its formula, and the demo prints what it says that it prints.
+
+    Rank 0 of a group without other ranks runs the model of `main` on one row, so that activations are small.
+    """
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    line = [sys.executable, "-c", DEMO_PEAKS]
+    line = [sys.executable, "-c", DEMO_MEMORY]
     run = subprocess.run(line, env=os.environ | paths, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     head, root, psi = 256 * 256, 256 * 256 + 256 * 16 + 2 * 256, 7 * 256 * 256 + 256 * 16 + 2 * 256
     found = [line.split() for line in run.stdout.splitlines()]
     assert len(found) == 9, run.stdout
-    for ranks, stage, peak in found:
+    for ranks, stage, peak, *printed in found:
         expected = peak_by_formula(stage, psi, int(ranks), 4 * head, 4 * root, 4 * head)
         assert abs(int(peak) - expected) <= 0.01 * expected, (ranks, stage, peak, expected)
+        if ranks == "2":
+            same([round(int(nbytes) / 1e6, 2) for nbytes in printed], DEMO_ON_TWO[stage], what=f"MB of {stage}")
 
 
 # Errors. Every message says what to do.
@@ -654,32 +668,20 @@ def empty_folder(tmp_path):
     return tmp_path
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-DEMOS = {  # command: MB at the update of parameters, gradients, optimizer state; the most whole parameters, gradients
-    "zero1.py": (1.85, 1.85, 1.85, 1.85, 1.85),
-    "zero2.py --bucket-mb 0.25": (1.85, 0.93, 1.85, 1.85, 0.52),  # gradients of two buckets, with a block each
-    "zero3.py --prefetch 2 --trace": (0.93, 0.93, 1.85, 1.07, 0.79),  # root and three units; head and two units
-}
-
-
-def test_the_chapters_run_by_torchrun_in_an_empty_folder(empty_folder):
-    """They need only torch and earlier chapters, learn, have the same losses, and print what each rank holds."""
-    losses, printed = {}, {}
-    for command, expected in DEMOS.items():
-        run = torchrun([*TORCHRUN, *command.split()], empty_folder)
-        assert run.returncode == 0, run.stderr
-        noise = [line for line in run.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("* ")]
-        assert not [line for line in noise if not line.startswith("W") or "run.py" not in line], run.stderr
-        held = re.findall(r"held at the update: ([\d.]+) MB", run.stdout)
-        most = re.findall(r"whole at any moment: ([\d.]+) MB of parameters, ([\d.]+) MB of gradients", run.stdout)
-        for rank in range(2):
-            assert tuple(map(float, [*held[3 * rank :][:3], *most[rank]])) == expected, run.stdout
-        losses[command] = re.findall(r"step +\d+: loss ([\d.]+)", run.stdout)
-        printed[command] = run.stdout
-    first = losses["zero1.py"]
-    assert len(first) == 6 and float(first[-1]) < 0.6 * float(first[0]), first
-    assert all(each == first for each in losses.values()), losses
-    check_trace(printed["zero3.py --prefetch 2 --trace"])
+def test_zero3_runs_by_torchrun_in_an_empty_folder(empty_folder):
+    """It needs only torch and the other two chapters, learns, and prints what each rank holds. All share one `main`."""
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = torchrun([*line, "zero3.py", "--prefetch", "2", "--trace"], empty_folder)
+    assert run.returncode == 0, run.stderr
+    noise = [line for line in run.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("* ")]
+    assert not [line for line in noise if not line.startswith("W") or "run.py" not in line], run.stderr
+    held = re.findall(r"held at the update: ([\d.]+) MB", run.stdout)
+    most = re.findall(r"whole at any moment: ([\d.]+) MB of parameters, ([\d.]+) MB of gradients", run.stdout)
+    same(held, ["0.93", "0.93", "1.85"] * 2, what="MB of parameters, gradients, optimizer state on both ranks")
+    same(most, [("1.07", "0.79")] * 2, what="MB of root and three units; of head and two units")
+    losses = re.findall(r"step +\d+: loss ([\d.]+)", run.stdout)
+    assert len(losses) == 6 and float(losses[-1]) < 0.6 * float(losses[0]), losses
+    check_trace(run.stdout)
 
 
 def check_trace(printed):
@@ -696,8 +698,10 @@ def check_trace(printed):
     assert found[:3] == expected and found[-1] == (0, 0), found
 
 
-def test_a_chapter_without_torchrun_says_how_to_start_it(empty_folder):
+@pytest.mark.parametrize("command", ["zero1.py --bucket-mb 1", "zero2.py --bucket-mb 1"])
+def test_a_chapter_without_torchrun_says_how_to_start_it(empty_folder, command):
     """One line, and the exit status 1."""
-    run = torchrun(["zero3.py"], empty_folder)
+    chapter, *_ = command.split()
+    run = torchrun(command.split(), empty_folder)
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (1, "", 1), run
-    assert "torchrun --nproc-per-node 2 zero3.py" in run.stderr
+    assert f"torchrun --nproc-per-node 2 {chapter}" in run.stderr

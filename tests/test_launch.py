@@ -322,11 +322,6 @@ def test_no_process_is_left_when_a_command_is_stopped(tmp_path, number, status):
             assert process.stderr.read() == "\nstopped by Ctrl-C\n"
 
 
-def test_without_ranks_a_chapter_says_how_it_is_started():
-    alone = started.alone(["zero2.py"])
-    assert alone.returncode == 1 and "torchrun --nproc-per-node 2 zero2.py" in alone.stderr
-
-
 # What a user sees if ranks fail. {fate} is the third step of the last rank; `world` is every rank.
 FAILING = """
 import ctypes, os, signal, time
