@@ -93,19 +93,3 @@ def test_unusual_correct_engines_pass(tmp_path):
     """They add in another order, by other collectives, or without alignment."""
     run, found = conform(tmp_path, {name: changed(*change) for name, change in CORRECT.items()})
     assert run.returncode == 0 and len(found) == len(CORRECT), run.stdout + run.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["9"], "N must be 1 to 8"),
-        (["nobody"], "no engine 'nobody'"),
-        (["fsdp1"], "no engine 'fsdp1'"),
-        (["missing.py"], "missing.py"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, message):
-    """Nothing is started."""
-    command = [sys.executable, "-m", "tests.conformance.command", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1 and message in run.stderr, run

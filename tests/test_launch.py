@@ -360,9 +360,6 @@ def failing(tmp_path, stage: int, fate: str) -> list[str]:
             2, "raise ValueError('I have had enough')", 2, r"\[rank 1\] error: I have had enough", id="a mistake"
         ),
         pytest.param(
-            3, "os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL: .*ran out of memory.*", id="killed"
-        ),
-        pytest.param(
             1, "os._exit(3)", 3, "error: rank 1 ended with exit status 3; .*", id="exits", marks=pytest.mark.long
         ),
         pytest.param(

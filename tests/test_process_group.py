@@ -1,10 +1,13 @@
 """How many ranks, over which backend, and on which device; and no process group at all."""
 
 import pytest
-import started
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from zerolab.run import launch, process_group
+from zerolab.engine import ZeRO3Engine, checkpoint
+from zerolab.run import launch, pool, process_group
+from zerolab.run.data import while_all_have
 from zerolab.run.engines import CHAPTERS, STAGES
 
 
@@ -104,31 +107,28 @@ def test_the_default_number_of_ranks_on_a_machine(backend, device, gpus, machine
     assert launch.default_ranks(backend, device, gpus, machines) == ranks
 
 
-WITHOUT_A_BACKEND = """\
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from zerolab.engine import ZeRO3Engine, checkpoint
-from zerolab.run.data import while_all_have
-
-dist.init_process_group()
-with torch.device("meta"):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-engine = ZeRO3Engine(model, torch.optim.AdamW(model.parameters()), init_fn=lambda name, tensor: tensor.fill_(0.5))
-batches = [torch.ones(2, 3)] * (2 + dist.get_rank())
-for step, batch in enumerate(while_all_have(batches)):
-    engine.training_step(batch, torch.ones(2, 1), nn.functional.mse_loss)
-checkpoint.async_save(engine, sys.argv[1], steps=step + 1).result()
-print(checkpoint.load(engine, sys.argv[1]), engine.full_state_dict()["0.weight"].device)
-dist.barrier()
-dist.destroy_process_group()
-"""
+def train_without_naming_a_backend(folder):
+    """On a rank: in place of the usual group, one for which torch chooses the backend."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    engine = ZeRO3Engine(model, torch.optim.AdamW(model.parameters()), init_fn=lambda _, tensor: tensor.fill_(0.5))
+    batches = [torch.ones(2, 3)] * (2 + rank)
+    steps = 0
+    for batch in while_all_have(batches):
+        steps += 1
+        engine.training_step(batch, torch.ones(2, 1), nn.functional.mse_loss)
+    checkpoint.async_save(engine, f"{folder}/run", steps=steps).result()
+    return checkpoint.load(engine, f"{folder}/run"), engine.full_state_dict()["0.weight"].device
 
 
 def test_a_group_without_a_backends_name(tmp_path):
     """torch then chooses one for the machine. Builds on meta, `while_all_have` and saves depend on it."""
-    (tmp_path / "script.py").write_text(WITHOUT_A_BACKEND)
-    ended = started.on_ranks([str(tmp_path / "script.py"), str(tmp_path / "run")], 2)
-    assert [(rank.returncode, rank.stdout) for rank in ended] == [(0, "{'steps': 2} cpu\n")] * 2, ended
+    own = pool.Pool(2, pool.TIMEOUT)  # no other test gets ranks with such a group
+    try:
+        found = own.run(train_without_naming_a_backend, (str(tmp_path),), {})
+    finally:
+        own.kill()
+    assert found == [({"steps": 2}, torch.device("cpu"))] * 2

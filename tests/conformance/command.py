@@ -21,12 +21,9 @@ PATIENCE = 20  # seconds that a collective may take; then it is a hang
 
 def engines_of(given):
     """The engines by the names and absolute paths that `--engine` of pytest gets. Raises ValueError."""
-    sys.path.insert(0, str(FOLDER.parent))  # where the modules of the tests are
-    from conformance.others import OTHERS
     from zerolab.run import engine_file, engines
 
     chapters = [f"{name}.py" for name in engines.CHAPTERS]
-    documented = (*engines.STAGES, *OTHERS)  # nothing is known of what other engines promise
     names = given or [*chapters, *filter(engines.installed, engines.named("conform"))]
     found = []
     for name in names:
@@ -35,7 +32,7 @@ def engines_of(given):
             engine_file.enter([path], "conform")
             found.append(path)
         else:
-            found += [name] if name in chapters else engines.chosen(name, "conform", documented)
+            found += [name] if name in chapters else engines.chosen(name, "conform")
     return list(dict.fromkeys(found))
 
 

@@ -1,13 +1,11 @@
 """The options of `./launch.sh conform`."""
 
 import argparse
+from pathlib import Path
 
-from zerolab.run.command_line import Parser
-from zerolab.run.shared_options import (
-    add_json,
-    check_engines,
-    check_writable,
-)
+from zerolab.run.command_line import Parser, did_you_mean
+from zerolab.run.names import CHAPTERS, engines_of
+from zerolab.run.shared_options import add_json, check_writable
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,8 +31,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         options.ranks = int(options.engines.pop())
     if not 1 <= options.ranks <= 8:
         parser.error(f"N must be 1 to 8 ranks, got {options.ranks}")
+    documented = engines_of("conform")  # nothing is known of what other engines promise
     for name in options.engines:
+        if name in documented or name.removesuffix(".py") in CHAPTERS:
+            continue
         if not name.endswith(".py"):
-            check_engines(parser, argparse.Namespace(engines=name))
+            near = did_you_mean(name, documented)
+            parser.error(f"no engine {name!r}{near} There are: {', '.join(documented)}")
+        if not Path(name).is_file():
+            parser.error(f"no such file: {name}")
     check_writable("--json", options.json)
     return options
