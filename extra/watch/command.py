@@ -16,15 +16,11 @@ from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
 from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
 from zerolab.run import engine_file, json_file, process_group, ranks
-from zerolab.run.command_line import did_you_mean, one_line
+from zerolab.run.command_line import one_line
 from zerolab.run.engines import ENGINES
 from zerolab.run.enough_memory import refuse_too_large
 from zerolab.run.launch import default_ranks
-from zerolab.run.model import preset
 from zerolab.run.shared_options import check_writable
-from zerolab.teach.museum.exhibits import exhibit_of
-
-MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,49 +31,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def settle(options: argparse.Namespace) -> None:
     """Fill in defaults. Raises ValueError for options that cannot work."""
-    config = preset(options.preset)
-    options.seq = min(32, config.seq) if options.seq is None else options.seq
-    for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, config.seq)):
-        given = getattr(options, name)
-        if not least <= given <= most:
-            raise ValueError(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
     settle_ranks(options)
-    settle_engines(options)
+    if options.bug is not None:
+        of_exhibit(options.bug)  # raises ValueError for a bug that no step shows
+    for name in engine_file.enter(options.engine_file, "watch"):
+        TITLES[name] = ENGINES[name].title
     settle_files(options)
 
 
 def settle_ranks(options: argparse.Namespace) -> None:
     gpus = process_group.count_gpus()
     if options.ranks is None:
-        options.ranks = str(default_ranks(options.backend, options.device, gpus, 1))
-    if not options.ranks.isdecimal() or not 2 <= int(options.ranks) <= MOST_RANKS:
-        raise ValueError(f"N must be 2 to {MOST_RANKS} ranks, got {options.ranks!r}")
+        options.ranks = min(default_ranks(options.backend, options.device, gpus, 1), watch_options.MOST_RANKS)
     options.ranks = int(options.ranks)
     process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
-
-
-def settle_engines(options: argparse.Namespace) -> None:
-    """Choose what is recorded (`names` or `bug`), and the engine with which the page opens (`opens`)."""
-    if options.bug is not None:
-        if options.engine is not None or options.engines is not None:
-            raise ValueError("--bug chooses the engine itself: leave out the other one")
-        options.bug = exhibit_of(options.bug).number
-        of_exhibit(options.bug)  # raises, too
-    own = engine_file.enter(options.engine_file, "watch")
-    TITLES.update({name: ENGINES[name].title for name in own})
-    names = list(TITLES)
-    if options.engines is not None:
-        names = [name.strip() for name in options.engines.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"--engines is empty. Pass some of these: {', '.join(TITLES)}")
-    if options.engine is None:
-        first = names[0] if options.engines is not None else "zero3"
-        options.engine = own[0] if own else first
-    options.names = list(dict.fromkeys([options.engine, *names]))
-    if unknown := [name for name in options.names if name not in TITLES]:
-        near = did_you_mean(unknown[0], TITLES)
-        raise ValueError(f"no engine {unknown[0]!r}{near} There are: {', '.join(TITLES)}")
-    options.opens = options.engine if options.bug is None else f"bug{options.bug}"
 
 
 def settle_files(options: argparse.Namespace) -> None:

@@ -198,7 +198,7 @@ REFUSED = {  # the arguments of ./launch.sh watch: the message
     "zero3 2 --engines ddp,zero9": "no engine 'zero9'",
     "--bug 99": "no bug '99'",
     "--bug 25": "not in a step: ./launch.sh bug 25",
-    "zero3 --bug 19": "leave out the other one",
+    "zero3 --bug 19": "leave out 'zero3'",
     "--seq 4000": "--seq must be 1 to 128 (preset tiny), got 4000",
     "--out /nowhere/page.html": "cannot write --out '/nowhere/page.html'",
     "--json /nowhere/page.json": "cannot write --json '/nowhere/page.json'",

@@ -3,6 +3,7 @@
 import argparse
 
 from zerolab.run.command_line import Parser
+from zerolab.run.names import PRESETS, engines_of
 from zerolab.run.shared_options import (
     add_engine_file,
     add_engines,
@@ -10,8 +11,13 @@ from zerolab.run.shared_options import (
     add_json,
     add_preset,
     check_engines,
+    check_name,
     non_negative_float,
+    split,
 )
+from zerolab.teach.museum_options import numbers_of_bugs
+
+MOST_RANKS = 16  # with more ranks the cells are too small to see
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,11 +57,51 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dark", action="store_true", help="draw the animation in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
     options = parser.parse_args(argv)
-    shown = ("--bug", "--from", "--engines", "--out", "--json", "--gif", "--dark", "--on-ranks")
+    shown = ("--bug", "--from", "--out", "--json", "--gif", "--dark", "--on-ranks")
     parser.beside("--bug", *shown, "--tries")  # its model is always the same
-    parser.beside("--from", *shown)
+    parser.beside("--from", *shown, "--engines")
     parser.needs("--dark", "--gif")
     if options.ranks is None and options.engine is not None and options.engine.isdecimal():
         options.engine, options.ranks = None, options.engine  # ./launch.sh watch 2
-    check_engines(parser, options)
+    check_ranges(parser, options)
+    if options.bug is None:
+        choose_engines(parser, options)
+    else:
+        check_bug(parser, options)
     return options
+
+
+def check_ranges(parser: Parser, options: argparse.Namespace) -> None:
+    ranks = options.ranks
+    if ranks is not None and not (ranks.isdecimal() and 2 <= int(ranks) <= MOST_RANKS):
+        parser.error(f"N must be 2 to {MOST_RANKS} ranks, got {ranks!r}")
+    longest = PRESETS[options.preset]["seq"]
+    options.seq = min(32, longest) if options.seq is None else options.seq
+    for name, least, most in (("batch", 1, 4096), ("tries", 1, 1000), ("seq", 1, longest)):
+        given = getattr(options, name)
+        if not least <= given <= most:
+            parser.error(f"--{name} must be {least} to {most} (preset {options.preset}), got {given}")
+
+
+def choose_engines(parser: Parser, options: argparse.Namespace) -> None:
+    """Set the engines that are recorded (`names`), and the one with which the page opens (`opens`)."""
+    shipped = engines_of("watch")
+    known = check_engines(parser, options, shipped)
+    names = known if options.engines is None else split(options.engines)
+    if options.engine is None:
+        own = known[len(shipped) :]
+        default = "zero3" if options.engines is None else names[0]
+        options.engine = own[0] if own else default
+    check_name(parser, options.engine, known)
+    options.names = list(dict.fromkeys([options.engine, *names]))
+    options.opens = options.engine
+
+
+def check_bug(parser: Parser, options: argparse.Namespace) -> None:
+    if options.engine is not None:
+        parser.error(f"--bug chooses the engine itself: leave out {options.engine!r}")
+    numbers = numbers_of_bugs()
+    if not options.bug.isdecimal() or int(options.bug) not in numbers:
+        parser.error(f"no bug {options.bug!r}: the numbers are 1 to {max(numbers)}")
+    options.bug = int(options.bug)
+    options.opens = f"bug{options.bug}"

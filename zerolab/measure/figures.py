@@ -454,6 +454,7 @@ class Figure:
     command: str
 
 
+# {name: figure}. The option `docs --figure` has the same names, from zerolab/run/names.py.
 FIGURES = {
     "stages": Figure(stages, ("memory-small-4ranks-64-tokens.json",), "./launch.sh memory --json"),
     "memory": Figure(memory, ("memory-7b-8ranks.json",), "./launch.sh memory --json"),
@@ -481,8 +482,6 @@ def load(paths: list[str]) -> list[dict]:
 
 def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
     """Write the figure to `folder`, from its files in results/ or from `paths`; returns its path."""
-    if name not in FIGURES:
-        raise ValueError(f"no figure {name!r}; there are: {', '.join(FIGURES)}")
     paths = paths or [str(RESULTS / file) for file in FIGURES[name].files]
     measured = load(paths)
     try:

@@ -31,6 +31,7 @@ ENGINES = {
     "deepspeed3": ("conform",),
 }
 SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")  # of bench
+FIGURES = ("stages", "memory", "live", "lanes", "curves", "scaling")  # zerolab/measure/figures.py draws them
 EXERCISES = (  # zerolab/teach/exercises has a file for each
     *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),
     *("hidden_reduction", "two_machines"),

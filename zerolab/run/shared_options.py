@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from zerolab.run.command_line import Parser, did_you_mean
@@ -180,9 +181,12 @@ def add_json(parser) -> None:
 # Checks of several options together.
 
 
-def check_engines(parser: Parser, options: argparse.Namespace) -> None:
-    """Whether --engines names engines, and --engine-file files. The command checks whether it can run them."""
-    known = list(ENGINES)
+def check_engines(parser: Parser, options: argparse.Namespace, runs: Iterable[str] = ENGINES) -> list[str]:
+    """Whether --engines names engines that the command `runs`, and --engine-file files.
+
+    Returns the names that are possible: `runs`, and those of the files.
+    """
+    known = list(runs)
     for given in getattr(options, "engine_file", []):
         path = Path(given)
         if path.suffix != ".py" or not path.is_file():
@@ -190,14 +194,23 @@ def check_engines(parser: Parser, options: argparse.Namespace) -> None:
                 f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is not"
             )
         known.append(path.stem)
-    if options.engines is None:
-        return
-    names = [name.strip() for name in options.engines.split(",") if name.strip()]
-    if not names:
-        parser.error(f"--engines is empty. Pass some of these: {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            parser.error(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
+    if options.engines is not None:
+        names = split(options.engines)
+        if not names:
+            parser.error(f"--engines is empty. Pass some of these: {', '.join(known)}")
+        for name in names:
+            check_name(parser, name, known)
+    return known
+
+
+def split(names: str) -> list[str]:
+    """["zero1", "ddp"] from "zero1, ddp"."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def check_name(parser: Parser, name: str, known: list[str]) -> None:
+    if name not in known:
+        parser.error(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
 
 
 def check_seq(parser: Parser, options: argparse.Namespace) -> None:

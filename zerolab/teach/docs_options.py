@@ -2,7 +2,8 @@
 
 import argparse
 
-from zerolab.run.command_line import Parser
+from zerolab.run.command_line import Parser, did_you_mean
+from zerolab.run.names import FIGURES
 from zerolab.run.shared_options import (
     existing_file,
 )
@@ -30,4 +31,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     parser.beside("--check")
     parser.needs("--from", "--figure")
+    if options.figure not in (None, *FIGURES):
+        parser.error(
+            f"no figure {options.figure!r}{did_you_mean(options.figure, FIGURES)} There are: {', '.join(FIGURES)}"
+        )
     return options

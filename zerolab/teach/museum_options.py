@@ -22,8 +22,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=f"print {what}")
     options = parser.parse_args(argv)
-    files = Path(__file__).with_name("museum").joinpath("exhibits").glob("[0-9]*.py")
-    numbers = {int(file.stem.partition("_")[0]) for file in files}
+    numbers = numbers_of_bugs()
     if options.number is None and options.asked:
         parser.error(f"--{options.asked} needs the number of a bug, 1 to {max(numbers)}")
     if options.number is not None and not (options.number.isdecimal() and int(options.number) in numbers):
@@ -31,3 +30,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not 2 <= options.ranks <= 16:
         parser.error(f"N must be 2 to 16 ranks, got {options.ranks}")
     return options
+
+
+def numbers_of_bugs() -> set[int]:
+    files = Path(__file__).with_name("museum").joinpath("exhibits").glob("[0-9]*.py")
+    return {int(file.stem.partition("_")[0]) for file in files}

@@ -22,10 +22,10 @@ def chosen(claims: list[Claim], options: argparse.Namespace) -> list[Claim]:
     found = []
     for claim in claims:
         by_article = options.article in (None, *(article.key for article, _ in claim.sources))
-        if by_article and any(text.lower() in f"{claim.name} {claim.text}".lower() for text in options.only):
+        if by_article and articles_options.matches(options.only, claim.name, claim.text):
             found.append(claim)
     if not found:
-        raise ValueError(f"--only {' '.join(options.only)!r} matches none of the claims")
+        raise ValueError(f"--only {' '.join(options.only)!r} matches none of the claims of this article")
     return found
 
 
