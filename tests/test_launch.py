@@ -198,7 +198,7 @@ def test_a_command_without_ranks_is_one_process():
     for words in ("memory 4", "plan", "bug 3", "report", "articles", "docs --check", "exercise zero1", "check zero1"):
         command, *given = words.split()
         line = typed_commands.started(*words.split())
-        assert line == ["-m", *launch.ALONE[command], *given] and importlib.util.find_spec(line[1])
+        assert line == ["-m", launch.COMMANDS[command].module, *given] and importlib.util.find_spec(line[1])
     for given in (["--host"], ["--ratios", "README.md"]):
         assert typed_commands.started("bench", *given) == ["-m", "zerolab.measure.bench", *given]
 
@@ -223,7 +223,7 @@ def test_amd_gpus_are_counted_without_nvidias_tool(tmp_path, monkeypatch):
 WRONG_OPTIONS = """
 import contextlib, sys
 from zerolab.run import launch
-for command in launch.OPTIONS:
+for command in launch.COMMANDS:
     with contextlib.suppress(SystemExit):
         launch.main([command, "--nonsense"])
     print(command, "torch" in sys.modules)
@@ -233,9 +233,8 @@ for command in launch.OPTIONS:
 def test_no_command_imports_torch_to_read_its_options():
     """So --help and mistakes take less than half a second."""
     ended = started.alone(["-c", WRONG_OPTIONS])
-    assert ended.stdout.splitlines() == [f"{command} False" for command in launch.OPTIONS]
-    assert ended.stderr.count("error: no option --nonsense") == len(launch.OPTIONS), ended.stderr
-    assert {*launch.OPTIONS} == {*launch.RANKED, *launch.ALONE}
+    assert ended.stdout.splitlines() == [f"{command} False" for command in launch.COMMANDS]
+    assert ended.stderr.count("error: no option --nonsense") == len(launch.COMMANDS), ended.stderr
 
 
 def test_a_mistake_is_answered_before_torch_is_imported():

@@ -14,7 +14,6 @@ from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.ledger import HELD, PARTS, PartsLedger
 from zerolab.measure.memory import all_tables
 from zerolab.measure.watched_step import watched_step
-from zerolab.run import engines as registry
 from zerolab.run import enough_memory, names
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPTConfig, next_token_loss, number_of_parameters, preset
@@ -195,14 +194,6 @@ def test_real_allocations_are_close_to_the_dry_run(name):
 def test_a_models_parameters_are_counted_without_building_it():
     for name, shape in names.PRESETS.items():
         assert enough_memory.parameters(shape) == number_of_parameters(preset(name)), name
-
-
-def test_the_state_of_an_engine_is_that_of_the_dry_runs_formula():
-    for name in registry.ENGINES:
-        if registry.ENGINES[name].promise:
-            options = argparse.Namespace(timed_steps=0)
-            expected = memory_formulas.held_by_formula(name, "fp32", number_of_parameters(preset("small")), 2)
-            assert enough_memory.needed(options, "small", [name], 2) == pytest.approx(expected), name
 
 
 def test_what_does_not_fit_is_refused_and_the_largest_preset_that_does_is_named(monkeypatch):

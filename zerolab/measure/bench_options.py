@@ -2,8 +2,9 @@
 
 import argparse
 
+from zerolab.measure.sweeps import SWEEPS
 from zerolab.run.command_line import Parser
-from zerolab.run.names import PRESETS, SHAPE, SWEEPS
+from zerolab.run.names import PRESETS, SHAPE
 from zerolab.run.shared_options import (
     add_batch,
     add_engine_file,

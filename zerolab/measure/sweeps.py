@@ -3,17 +3,14 @@
 A variant is a dict: "name" is the engine in zerolab/run/engines.py, "units" a function of the model that returns the
 modules to shard one by one, and "recompute" recomputes the activations of the blocks in backward. All other keys are
 options of the engine.
+
+Torch is imported inside the functions that need it, because `bench --help` and mistakes need only the names of SWEEPS.
 """
 
-from torch import nn
-
-from zerolab.run import names
-from zerolab.run.engines import CHAPTERS
-from zerolab.run.model import GPT
-from zerolab.run.recompute import checkpoint_blocks
+from zerolab.run.names import CHAPTERS
 
 
-def layers(model: GPT) -> list[nn.Module]:
+def layers(model) -> list:
     """The Linear and LayerNorm layers inside the blocks: every module that has parameters itself and shares none."""
     found = []
     for block in model.blocks:
@@ -21,15 +18,17 @@ def layers(model: GPT) -> list[nn.Module]:
     return found
 
 
-def pairs_of_blocks(model: GPT) -> list[nn.Module]:
+def pairs_of_blocks(model) -> list:
     """The blocks two by two. The model is changed to run these pairs."""
+    from torch import nn
+
     blocks = list(model.blocks)
     found = [nn.Sequential(*blocks[start : start + 2]) for start in range(0, len(blocks), 2)]
     model.blocks = nn.ModuleList(found)
     return found
 
 
-def the_whole_model(model: GPT) -> list[nn.Module]:
+def the_whole_model(model) -> list:
     return [model]
 
 
@@ -41,7 +40,7 @@ def bucket_sizes(name: str) -> dict[str, dict]:
     return variants
 
 
-_VARIANTS: dict[str, dict[str, dict]] = {
+SWEEPS: dict[str, dict[str, dict]] = {
     "bucket size, zero1": bucket_sizes("zero1"),
     "bucket size, zero2": bucket_sizes("zero2"),
     "units": {
@@ -56,11 +55,12 @@ _VARIANTS: dict[str, dict[str, dict]] = {
         "recomputed": {"name": "zero3", "engine": True, "recompute": True},
     },
 }
-SWEEPS = {name: _VARIANTS[name] for name in names.SWEEPS}
 
 
-def prepare(variant: dict, model: GPT) -> dict:
+def prepare(variant: dict, model) -> dict:
     """The engine's options of a variant. Changes `model` where the variant asks for it."""
+    from zerolab.run.recompute import checkpoint_blocks
+
     options = {key: value for key, value in variant.items() if key not in ("name", "recompute")}
     if "units" in options:
         options["units"] = options["units"](model)

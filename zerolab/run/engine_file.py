@@ -67,14 +67,14 @@ def _enter(path: Path, on: str) -> str:
     supports = found.get("SUPPORTS", ())
     if not isinstance(supports, (tuple, list)) or not set(supports) <= set(FEATURES):
         raise ValueError(f"SUPPORTS is {supports!r}, and must be a tuple of names among {', '.join(FEATURES)}")
-    promise = ENGINES[counterpart].promise if counterpart else None
     title = str(found.get("TITLE", name))
     ENGINES[name] = Engine(
         name,
         title,
         partial(_built, build),
         on=(on,),
-        promise=promise,
+        shards=ENGINES[counterpart].shards if counterpart else (),
+        sends=ENGINES[counterpart].sends if counterpart else None,
         counterpart=counterpart,
         exact=False,  # the float64 pass of the referee decides
         line="--",

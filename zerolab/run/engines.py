@@ -1,7 +1,7 @@
 """The registry: every engine is an `Engine` in the list below, with its name, order, builder and look in every command.
 
 To add an engine, write a function that builds it, add an entry, and add its name to `ENGINES` in names.py, which also
-has the commands that run it by default. CONTRIBUTING.md has all steps.
+has what it shards and the commands that run it by default. CONTRIBUTING.md has all steps.
 """
 
 import importlib.util
@@ -78,11 +78,10 @@ class Engine:
     title        what tables and figures call it
     build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
                  parameters. It may change the optimizer, or make another one of the same class and options
-    on           the commands that run it by default, from names.py
+    on, shards   the commands that run it by default, and what its ranks share out between steps: from names.py
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter), "whole" (parameters not to cut)
-    promise      (what its ranks share out between steps, how many times Ψ (N-1)/N elements a rank sends in a step);
-                 None if nothing is known of it
+    sends        how many times Ψ (N-1)/N elements a rank sends in a step. None if nothing is known of it
     counterpart  the name of torch's own engine that does the same
     rows         its ranks are rows that are copies of each other, which only the planner lays out
     casts        it computes in a low precision with plain casts of its weights (`MixedModule`)
@@ -100,7 +99,8 @@ class Engine:
     build: Callable
     on: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    promise: tuple[tuple[str, ...], int] | None = None
+    shards: tuple[str, ...] = ()
+    sends: int | None = None
     counterpart: str | None = None
     rows: bool = False
     casts: bool = False
@@ -113,10 +113,12 @@ class Engine:
     line: str = "-"
     mark: str = "o"
 
+    @property
+    def promise(self) -> tuple[tuple[str, ...], int] | None:
+        """(shards, sends), or None if nothing is known of the engine."""
+        return None if self.sends is None else (self.shards, self.sends)
 
-OPTIMIZER = ("optimizer",)
-GRADIENTS = ("gradients", "optimizer")
-EVERYTHING = ("parameters", "gradients", "optimizer")
+
 LIGHT = "#888c92"
 DARK = "#60656c"
 
@@ -126,7 +128,7 @@ _ENTRIES = [
         "one process",
         counterparts.single,
         takes=("dtype",),
-        promise=((), 0),
+        sends=0,
         casts=True,
         shade=LIGHT,
         line=":",
@@ -137,7 +139,7 @@ _ENTRIES = [
         "DDP",
         counterparts.ddp,
         takes=("dtype", "bucket_mb"),
-        promise=((), 2),
+        sends=2,
         casts=True,
         shade=DARK,
     ),
@@ -146,7 +148,7 @@ _ENTRIES = [
         "ZeRO-1",
         zero1,
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
-        promise=(OPTIMIZER, 3),
+        sends=3,
         counterpart="zero_redundancy_optimizer",
         shade=LIGHT,
         mark="s",
@@ -156,7 +158,7 @@ _ENTRIES = [
         "ZeRO-1 (the paper's, 2Ψ)",
         zero1_2psi,
         takes=("dtype", "mesh", "offload_policy", "bucket_mb"),
-        promise=(OPTIMIZER, 2),
+        sends=2,
         line="-.",
         mark="v",
     ),
@@ -165,7 +167,7 @@ _ENTRIES = [
         "ZeroRedundancyOptimizer",
         counterparts.zero_redundancy_optimizer,
         takes=("dtype",),
-        promise=(OPTIMIZER, 3),
+        sends=3,
         casts=True,
         shade=LIGHT,
         line="--",
@@ -176,7 +178,7 @@ _ENTRIES = [
         "ZeRO-2",
         zero2,
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
-        promise=(GRADIENTS, 2),
+        sends=2,
         counterpart="fsdp2_no_reshard",
         mark="^",
     ),
@@ -185,7 +187,7 @@ _ENTRIES = [
         "FSDP2 without resharding",
         counterparts.fsdp2_no_reshard,
         takes=("dtype", "mesh", "offload_policy"),
-        promise=(EVERYTHING, 2),
+        sends=2,
         line="--",
         mark="^",
     ),
@@ -203,7 +205,7 @@ _ENTRIES = [
         "ZeRO-3",
         zero3,
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine", "whole"),
-        promise=(EVERYTHING, 3),
+        sends=3,
         counterpart="fsdp2",
         shade=DARK,
         mark="D",
@@ -213,7 +215,7 @@ _ENTRIES = [
         "ZeRO-3, prefetch 0",
         zero3_without_prefetch,
         takes=("dtype", "mesh", "offload_policy"),
-        promise=(EVERYTHING, 3),
+        sends=3,
         shade=DARK,
         line=":",
         mark="d",
@@ -223,7 +225,7 @@ _ENTRIES = [
         "FSDP2",
         counterparts.fsdp2,
         takes=("dtype", "mesh", "offload_policy"),
-        promise=(EVERYTHING, 3),
+        sends=3,
         shade=DARK,
         line="--",
         mark="D",
@@ -233,7 +235,7 @@ _ENTRIES = [
         "FSDP1",
         counterparts.fsdp1,
         takes=("dtype",),
-        promise=(EVERYTHING, 3),
+        sends=3,
         line=":",
         mark="<",
     ),
@@ -242,7 +244,7 @@ _ENTRIES = [
         "FSDP1, wrapped by size",
         counterparts.fsdp1_article,
         takes=("dtype",),
-        promise=(EVERYTHING, 3),
+        sends=3,
         line=":",
         mark=">",
     ),
@@ -252,7 +254,7 @@ _ENTRIES = [
         "DeepSpeed, stage 1",
         deepspeed_engine.stage1,
         takes=("dtype",),
-        promise=(OPTIMIZER, 3),
+        sends=3,
         exact=False,
         float64=False,
         needs="deepspeed",
@@ -264,7 +266,7 @@ _ENTRIES = [
         "DeepSpeed, stage 2",
         deepspeed_engine.stage2,
         takes=("dtype",),
-        promise=(GRADIENTS, 3),
+        sends=3,
         exact=False,
         float64=False,
         needs="deepspeed",
@@ -276,7 +278,7 @@ _ENTRIES = [
         "DeepSpeed, stage 3",
         deepspeed_engine.stage3,
         takes=("dtype",),
-        promise=(EVERYTHING, 3),
+        sends=3,
         exact=False,
         float64=False,
         needs="deepspeed",
@@ -285,8 +287,12 @@ _ENTRIES = [
     ),
 ]
 
-_NAMED = {engine.name: engine for engine in _ENTRIES}
-ENGINES: dict[str, Engine] = {name: replace(_NAMED[name], on=commands) for name, commands in names.ENGINES.items()}
+if [engine.name for engine in _ENTRIES] != list(names.ENGINES):
+    raise ValueError("zerolab/run/names.py must list the engines of engines.py, in the same order")
+ENGINES: dict[str, Engine] = {}
+for engine in _ENTRIES:
+    listed = names.ENGINES[engine.name]
+    ENGINES[engine.name] = replace(engine, on=listed.commands, shards=listed.shards)
 PAIRS = tuple((engine.name, engine.counterpart) for engine in _ENTRIES if engine.counterpart)
 
 

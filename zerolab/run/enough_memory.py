@@ -7,25 +7,9 @@ so only the host's memory is checked. The check adds up the formulas for the sta
 import argparse
 from pathlib import Path
 
-from zerolab.run.names import PRESETS
+from zerolab.run.names import ENGINES, PRESETS
 
-# Bytes per parameter, in float32 with AdamW: (whole on every rank, cut into N shards).
-WHOLE, STAGE_1, STAGE_2, STAGE_3 = (16, 0), (8, 8), (4, 12), (0, 16)
-STATE = {
-    "zero1": STAGE_1,
-    "zero1_2psi": STAGE_1,
-    "zero_redundancy_optimizer": STAGE_1,
-    "deepspeed1": STAGE_1,
-    "zero2": STAGE_2,
-    "deepspeed2": STAGE_2,
-    "zero3": STAGE_3,
-    "zero3-prefetch0": STAGE_3,
-    "fsdp2": STAGE_3,
-    "fsdp2_no_reshard": STAGE_3,
-    "fsdp1": STAGE_3,
-    "fsdp1_article": STAGE_3,
-    "deepspeed3": STAGE_3,
-}
+BYTES = {"parameters": 4, "gradients": 4, "optimizer": 8}  # per parameter, in float32 with AdamW
 
 
 def parameters(shape: dict[str, int]) -> int:
@@ -40,8 +24,8 @@ def needed(options: argparse.Namespace, preset: str, engines: list[str], world_s
     number = parameters(PRESETS[preset] | getattr(options, "shape", {}))
     states = []
     for name in engines:
-        whole, cut = STATE.get(name, WHOLE)
-        states.append(number * (whole + cut / world_size))
+        shards = ENGINES[name].shards if name in ENGINES else ()  # an engine in a file may shard nothing
+        states.append(sum(number * each / (world_size if part in shards else 1) for part, each in BYTES.items()))
     state = sum(states) if getattr(options, "timed_steps", 1) else max(states)
     return max(state, 4 * number)  # a model is whole before it is cut
 

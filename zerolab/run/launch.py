@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerolab.run import enough_memory, folder_lock, names
@@ -55,46 +56,39 @@ OMP_NUM_THREADS  threads per rank, default 1
 ZERO_TIMEOUT     seconds that a rank waits in a collective for the others, default 120
 NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N is the number of ranks on each"""
 
-# {command: the module that Python runs, and words before the options}. torchrun starts the modules of RANKED.
-RANKED = {
-    "zero1": ["zerolab.measure.walkthrough", "zero1"],
-    "zero2": ["zerolab.measure.walkthrough", "zero2"],
-    "zero3": ["zerolab.measure.walkthrough", "zero3"],
-    "compare": ["fsdp2_compare"],
-    "train": ["zerolab.run.train"],
-    "bench": ["zerolab.measure.bench"],
+
+@dataclass(frozen=True)
+class Command:
+    """How a command is started: Python runs `module` with the words `first` and the user's options.
+
+    `options` is the module that reads the options, without importing torch. If `ranked`, torchrun starts the ranks.
+    """
+
+    module: str
+    options: str
+    first: tuple[str, ...] = ()
+    ranked: bool = False
+
+
+COMMANDS = {
+    "zero1": Command("zerolab.measure.walkthrough", "zerolab.measure.walkthrough_options", ("zero1",), ranked=True),
+    "zero2": Command("zerolab.measure.walkthrough", "zerolab.measure.walkthrough_options", ("zero2",), ranked=True),
+    "zero3": Command("zerolab.measure.walkthrough", "zerolab.measure.walkthrough_options", ("zero3",), ranked=True),
+    "compare": Command("fsdp2_compare", "zerolab.measure.referee_options", ranked=True),
+    "train": Command("zerolab.run.train", "zerolab.run.train_options", ranked=True),
+    "bench": Command("zerolab.measure.bench", "zerolab.measure.bench_options", ranked=True),
+    "articles": Command("zerolab.teach.articles", "zerolab.teach.articles_options"),
+    "exercise": Command("zerolab.teach.exercise", "zerolab.teach.exercise_options"),
+    "check": Command("zerolab.teach.check", "zerolab.teach.check_options"),
+    "bug": Command("zerolab.teach.museum", "zerolab.teach.museum_options"),
+    "memory": Command("zerolab.measure.memory", "zerolab.measure.memory_options"),
+    "conform": Command("tests.conformance.command", "tests.conformance.conform_options"),
+    "report": Command("zerolab.measure.report", "zerolab.measure.report_options"),
+    "docs": Command("zerolab.teach.docs", "zerolab.teach.docs_options"),
+    "watch": Command("extra.watch", "extra.watch.watch_options"),
+    "plan": Command("extra.planner", "extra.planner.parser"),
 }
-ALONE = {
-    "articles": ["zerolab.teach.articles"],
-    "exercise": ["zerolab.teach.exercise"],
-    "check": ["zerolab.teach.check"],
-    "bug": ["zerolab.teach.museum"],
-    "memory": ["zerolab.measure.memory"],
-    "conform": ["tests.conformance.command"],
-    "report": ["zerolab.measure.report"],
-    "docs": ["zerolab.teach.docs"],
-    "watch": ["extra.watch"],
-    "plan": ["extra.planner"],
-}
-OTHERS = ["notebooks", "test", "help"]
-OPTIONS = {  # the modules that read a command's options, without importing torch
-    "zero1": "zerolab.measure.walkthrough_options",
-    "zero2": "zerolab.measure.walkthrough_options",
-    "zero3": "zerolab.measure.walkthrough_options",
-    "compare": "zerolab.measure.referee_options",
-    "train": "zerolab.run.train_options",
-    "bench": "zerolab.measure.bench_options",
-    "articles": "zerolab.teach.articles_options",
-    "exercise": "zerolab.teach.exercise_options",
-    "check": "zerolab.teach.check_options",
-    "bug": "zerolab.teach.museum_options",
-    "memory": "zerolab.measure.memory_options",
-    "conform": "tests.conformance.conform_options",
-    "report": "zerolab.measure.report_options",
-    "docs": "zerolab.teach.docs_options",
-    "watch": "extra.watch.watch_options",
-    "plan": "extra.planner.parser",
-}
+OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
 PYTEST = ["test", "conform"]  # commands that run pytest
 DEFAULT = """\
 Without a command this is ./launch.sh compare: it trains a small GPT under DDP, our stages and FSDP2, and compares their
@@ -119,7 +113,7 @@ TRAIN_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHU
 
 
 def check_command(command: str) -> None:
-    known = [*RANKED, *ALONE, *OTHERS]
+    known = [*COMMANDS, *OTHERS]
     if command not in known:
         near = difflib.get_close_matches(command, known)
         hint = f": did you mean {' or '.join(near)}?" if near else "."
@@ -138,8 +132,8 @@ def take_ranks(command: str, words: list[str]) -> int | None:
 
 
 def read_options(command: str, words: list[str]) -> argparse.Namespace:
-    program = {**RANKED, **ALONE}[command]
-    return importlib.import_module(OPTIONS[command]).arguments([*program[1:], *words])
+    program = COMMANDS[command]
+    return importlib.import_module(program.options).arguments([*program.first, *words])
 
 
 def check_variables(command: str) -> None:
@@ -399,19 +393,19 @@ def main(argv: list[str]) -> int:
         return notebooks(environment(command), words)
     if command == "test":
         test(environment(command), words)
-    ranks = take_ranks(command, words) if command in RANKED else None
+    program = COMMANDS[command]
+    ranks = take_ranks(command, words) if program.ranked else None
     options = read_options(command, words)
     check_variables(command)
-    if command in ALONE:
-        replace_by(environment(command), "-m", *ALONE[command], *words)
-    if command == "bench" and (options.host is not None or options.ratios):  # these need no ranks
-        replace_by(environment(command), "-m", *RANKED[command], *words)
+    needs_no_ranks = command == "bench" and (options.host is not None or options.ratios)
+    if not program.ranked or needs_no_ranks:
+        replace_by(environment(command), "-m", program.module, *program.first, *words)
     gpus = count_gpus()
     if ranks is None:
         ranks = default_ranks(options.backend, options.device, gpus, machines())
     check_job(command, options, ranks, gpus)
     python = environment(command)
-    line = [*torchrun_options(command, ranks), "-m", *RANKED[command], *words]
+    line = [*torchrun_options(command, ranks), "-m", program.module, *program.first, *words]
     variables = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
     if command == "train":
         variables |= TRAIN_VARIABLES

@@ -1,36 +1,49 @@
-"""Names of presets, chapters, engines, sweeps and exercises, for the options and for the modules that have the rest.
+"""Names of presets, chapters, engines, figures and exercises, for the options and for the modules that have the rest.
 
 It imports only the standard library, so that `--help` and mistakes in options are answered before torch is imported.
 """
 
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())  # {name: the shape of a GPT}
 SHAPE = ("layers", "width", "heads", "vocab")  # of a model, in place of the preset's
 CHAPTERS = ("zero1", "zero2", "zero3")
 
-# {name: the commands that run the engine without --engines}, in the order of the tables. zerolab/run/engines.py has the
-# rest. memory, bench, plan and watch know no other engines than those that they run by default.
+
+class Listed(NamedTuple):
+    """An engine: what its ranks share out between steps, and the commands that run it without --engines."""
+
+    shards: tuple[str, ...]
+    commands: tuple[str, ...]
+
+
+NOTHING = ()
+OPTIMIZER = ("optimizer",)
+GRADIENTS = ("gradients", "optimizer")
+EVERYTHING = ("parameters", "gradients", "optimizer")
+
+# In the order of the tables. zerolab/run/engines.py has the rest. memory, bench, plan and watch know no other engines
+# than those that they run by default.
 ENGINES = {
-    "single": ("compare",),
-    "ddp": ("compare", "memory", "bench", "plan", "watch", "conform"),
-    "zero1": ("compare", "memory", "bench", "plan", "watch", "conform"),
-    "zero1_2psi": ("plan", "scale"),
-    "zero_redundancy_optimizer": ("compare", "bench", "conform"),
-    "zero2": ("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
-    "fsdp2_no_reshard": ("compare", "memory", "bench", "plan", "conform"),
-    "hybrid": ("plan",),
-    "zero3": ("compare", "memory", "bench", "plan", "watch", "conform", "scale"),
-    "zero3-prefetch0": ("watch",),
-    "fsdp2": ("compare", "memory", "bench", "plan", "watch", "conform"),
-    "fsdp1": (),
-    "fsdp1_article": (),
-    "deepspeed1": ("conform",),
-    "deepspeed2": ("conform",),
-    "deepspeed3": ("conform",),
+    "single": Listed(NOTHING, ("compare",)),
+    "ddp": Listed(NOTHING, ("compare", "memory", "bench", "plan", "watch", "conform")),
+    "zero1": Listed(OPTIMIZER, ("compare", "memory", "bench", "plan", "watch", "conform")),
+    "zero1_2psi": Listed(OPTIMIZER, ("plan", "scale")),
+    "zero_redundancy_optimizer": Listed(OPTIMIZER, ("compare", "bench", "conform")),
+    "zero2": Listed(GRADIENTS, ("compare", "memory", "bench", "plan", "watch", "conform", "scale")),
+    "fsdp2_no_reshard": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "conform")),
+    "hybrid": Listed(NOTHING, ("plan",)),  # it depends on the mesh
+    "zero3": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "watch", "conform", "scale")),
+    "zero3-prefetch0": Listed(EVERYTHING, ("watch",)),
+    "fsdp2": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "watch", "conform")),
+    "fsdp1": Listed(EVERYTHING, ()),
+    "fsdp1_article": Listed(EVERYTHING, ()),
+    "deepspeed1": Listed(OPTIMIZER, ("conform",)),
+    "deepspeed2": Listed(GRADIENTS, ("conform",)),
+    "deepspeed3": Listed(EVERYTHING, ("conform",)),
 }
-SWEEPS = ("bucket size, zero1", "bucket size, zero2", "units", "prefetch", "activations")  # of bench
 FIGURES = ("stages", "memory", "live", "lanes", "curves", "scaling")  # zerolab/measure/figures.py draws them
 EXERCISES = (  # zerolab/teach/exercises has a file for each
     *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),
@@ -40,4 +53,4 @@ EXERCISES = (  # zerolab/teach/exercises has a file for each
 
 def engines_of(command: str) -> tuple[str, ...]:
     """The engines that `command` runs when none are named."""
-    return tuple(name for name, commands in ENGINES.items() if command in commands)
+    return tuple(name for name, listed in ENGINES.items() if command in listed.commands)

@@ -2,6 +2,6 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="clips as torch.nn.utils.clip_grad_norm_ does on the whole model, and sends a number per rank",
 )

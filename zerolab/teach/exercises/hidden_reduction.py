@@ -2,6 +2,6 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="starts all its reductions inside backward, and waits for them after it",
 )

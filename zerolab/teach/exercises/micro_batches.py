@@ -2,6 +2,6 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="trains on four micro-batches per step and sends 2Ψ elements, as on one; the chapter sends 5Ψ",
 )

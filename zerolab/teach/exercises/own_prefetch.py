@@ -2,6 +2,6 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="gathers several small units ahead, and no more bytes at once than the chapter",
 )

@@ -2,7 +2,7 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="gathers in two steps, across machines and inside of them: a third of the bytes goes across",
     ranks=4,
 )

@@ -2,6 +2,6 @@
 
 from zerolab.teach.exercises.kinds import Task
 
-TASK = Task(
+EXERCISE = Task(
     goal="never gathers more than two layers at once of a model whose largest block has eight",
 )
