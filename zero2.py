@@ -26,7 +26,6 @@ Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses equal ZeRO-1's,
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
 """
 
-import operator
 import weakref
 
 import torch
@@ -271,7 +270,7 @@ def weak_hook(method, *objects):
     def hook(*args):
         living = method()
         if living is not None:
-            return living(*map(operator.call, references), *args)
+            return living(*[reference() for reference in references], *args)
 
     return hook
 

@@ -246,7 +246,20 @@ class Idle(Wide):
             block.idle = nn.Parameter(torch.ones(1))
 
 
-NOT_COMPLETE = {"frozen": (PartlyFrozen, {}), "unused": (Idle, {"find_unused": True}), "no_sync": (Wide, {})}
+class FrozenInput(Wide):
+    """The first layer, which is in the root, is frozen, so the root has two units and each block has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+NOT_COMPLETE = {
+    "frozen": (PartlyFrozen, {}),
+    "frozen input": (FrozenInput, {}),
+    "unused": (Idle, {"find_unused": True}),
+    "no_sync": (Wide, {}),
+}
 
 
 @pytest.mark.stages("zero3")

@@ -1,5 +1,6 @@
 """The ranks that train together: a group of some ranks, a mesh, replicas."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -70,6 +71,19 @@ def test_two_groups_side_by_side_see_nothing_of_each_other(engine):
         scaled_step(pair, scaler, step, max_norm=0.1, skipped=step == 1 and side == 0)
     assert scaler.get_scale() == (2.0 if side == 0 else 4.0)
     pair.check_weights()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.stages("zero3")
+def test_a_large_root_is_reported_once_in_each_group(engine):
+    """By its first rank, which is rank 1 in the second group."""
+    groups = [dist.new_group([side, side + 2]) for side in (0, 1)]
+    model = torch.nn.Linear(8, 8)  # all of it is in the root
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        engine(model, ADAMW(model.parameters()), group=groups[dist.get_rank() % 2])
+    found = [str(each.message) for each in raised if "is in no unit" in str(each.message)]
+    assert len(found) == (1 if dist.get_rank() < 2 else 0)
 
 
 @pytest.mark.ranks(4)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from helpers import Blocks, Recomputed, Recorder, mse, own_batch, same, seeded, storage_bytes
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -104,6 +105,29 @@ def test_zero3_gathers_nothing_twice_without_resharding(engine):
         trained.step()
     kinds = [kind for kind, _ in recorder.collectives]
     assert kinds.count("all-gather") == kinds.count("reduce-scatter") == len(trained.units)
+
+
+class TwoKinds(Wide):
+    """Each block has a trained unit and a frozen one, of another size."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.bias = nn.Parameter(torch.ones(64), requires_grad=False)
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_modules_units_are_gathered_one_after_the_other(engine, prefetch):
+    """Else the gathers of the next module would be between them, and the module would wait for those, too."""
+    model = seeded(TwoKinds, dtype=torch.float32)
+    trained = engine(model, FUSED([param for param in model.parameters() if param.requires_grad]), prefetch=prefetch)
+    with Recorder() as recorder:
+        mse(trained, *wide_batch(0)).backward()
+    of_root, *of_blocks = [size for kind, size in recorder.collectives if kind == "all-gather"]
+    pairs = [{first, second} for first, second in zip(of_blocks[::2], of_blocks[1::2])]
+    assert of_root == sizes(trained)[-1]
+    assert pairs == [{64, 64 * 64}] * 12, "six blocks in forward, and six in backward"
 
 
 @pytest.mark.ranks(4)

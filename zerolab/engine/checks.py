@@ -36,14 +36,14 @@ def check_build(model, optimizers, options, others):
         check_options(options)
         return description(model, optimizers, options) | {name: str(value) for name, value in others.items()}
 
-    if dist.get_rank(options.everyone) < 0:
+    if dist.get_rank(options.all_ranks) < 0:
         raise ValueError("this rank is not in `group`: only the ranks of the group build the engine")
-    everyone = on_all_ranks(check, options.everyone)
-    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    found = on_all_ranks(check, options.all_ranks)
+    different = [rank for rank, other in enumerate(found) if other != found[0]]
     if different:
         raise ValueError(
             f"rank(s) {different} have a different model, optimizer or option from rank 0, and every rank must build "
-            f"the same engine. On rank {different[0]}: {differences(everyone[different[0]], everyone[0])}"
+            f"the same engine. On rank {different[0]}: {differences(found[different[0]], found[0])}"
         )
 
 
@@ -162,7 +162,7 @@ def check_has_values(model, options):
                 "initialize the model, or build ZeRO3Engine(model, optimizer, init_fn=...), which fills it unit by unit"
             )
 
-    on_all_ranks(check, options.everyone)
+    on_all_ranks(check, options.all_ranks)
 
 
 def check_units(model, units):

@@ -43,9 +43,9 @@ def clip_grad_norm_(engine, max_norm, norm_type=2.0):
     if norms:
         own = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]), norm_type).to(device).reshape(1)
     # An all-gather, and not an all-reduce of the maximum or the sum, because a maximum may lose a NaN.
-    everyone = own.new_empty(engine.world_size)  # replicas have the same shards
-    all_gather(everyone, own, group=engine.group)
-    total = torch.linalg.vector_norm(everyone, norm_type)
+    rank_norms = own.new_empty(engine.world_size)  # replicas have the same shards
+    all_gather(rank_norms, own, group=engine.group)
+    total = torch.linalg.vector_norm(rank_norms, norm_type)
     total = torch.linalg.vector_norm(tensor_parallel.gather_over(mesh, total), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # like torch's function; NaN stays NaN
     gradients = gradients_of(engine)

@@ -7,8 +7,9 @@ zero2.py and zero3.py, is a moment of a chapter that some option changes. The op
 import torch
 from torch.profiler import record_function
 
-from zero1 import broadcast_whole
+from zero1 import broadcast_whole, gather_parameters
 from zero2 import weak_hook
+from zero3 import default_units
 from zerolab.engine import (
     accumulation,
     checks,
@@ -21,6 +22,7 @@ from zerolab.engine import (
     state_dict,
     unused,
 )
+from zerolab.engine.bucket import EngineBucket
 from zerolab.engine.life import Gradients
 from zerolab.engine.optimizers import as_list, as_one
 from zerolab.engine.options import Options
@@ -55,11 +57,11 @@ class Engine:
         whole=False,
         **chapter_options,
     ):
-        group, copies, everyone = replicas.groups_of(group)
+        group, copies, all_ranks = replicas.groups_of(group)
         self.options = Options(
             group=group,
             replicas=copies,
-            everyone=everyone,
+            all_ranks=all_ranks,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             find_unused=find_unused,
@@ -142,7 +144,7 @@ class Engine:
             for bucket in self.buckets:
                 groups.hand_out_gradients(bucket)
             if self.options.find_unused:
-                unused.drop_unused(self.buckets, self.options.everyone)
+                unused.drop_unused(self.buckets, self.options.all_ranks)
             self.gradients = Gradients.REDUCED
         if self.options.offload_policy is not None:
             # Also in `step()` if you called this method before: a forward in between may still copy shards.
@@ -182,6 +184,37 @@ class Engine:
             f"a {type(self).__name__} cannot be copied or pickled: its parts are on several ranks. Save it with "
             "zerolab.engine.checkpoint.save(engine, folder). For a copy of the weights call engine.full_state_dict()"
         )
+
+
+class BucketEngine(Engine):
+    """The common part of ZeRO-1 and ZeRO-2, whose parameters stay whole, in buckets of `bucket_mb`.
+
+    all_buckets   the buckets, and those of frozen parameters that need their own (`broadcast_frozen`)
+    """
+
+    def check(self):
+        super().check()
+        checks.check_has_values(self.model, self.options)
+
+    def partition(self, bucket_mb):
+        frozen = broadcast_frozen(self)
+        buckets = super().partition(bucket_mb)
+        self.all_buckets = buckets + [self.make_bucket(name, [(name, param)]) for name, param in frozen]
+        return buckets
+
+    def make_runs(self, bucket_mb):
+        whole = self.options.whole
+        return whole.split(super().make_runs(whole.bucket_mb(self) if bucket_mb is None else bucket_mb))
+
+    def make_bucket(self, name, named_params):
+        return EngineBucket(name=name, named_params=named_params, group=self.group, options=self.options)
+
+    def modules_that_cast(self):
+        return [self.model, *default_units(self.model)]
+
+    def shards_changed(self):
+        """Called after something other than the optimizer has written to the shards."""
+        gather_parameters(self.all_buckets)
 
 
 def broadcast_frozen(engine):

@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             for flag in self._found_inf_per_device(optimizer).values():  # none on a rank that owns only padding
                 overflow = torch.maximum(overflow, flag.to(device))
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=engine.options.everyone)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=engine.options.all_ranks)
         mesh = tensor_parallel.mesh_of(engine.model.parameters())
         overflow = tensor_parallel.gather_over(mesh, overflow).amax()
         self._found_inf_per_device(engine.optimizers[0])[device] = overflow  # `update` takes the largest of all flags

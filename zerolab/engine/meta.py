@@ -40,7 +40,7 @@ class Source:
 
     def check(self, model, options):
         """Raise an error on all ranks if there are no values, no tensors on `meta`, or if the two do not match."""
-        on_all_ranks(lambda: self.check_here(model, options), options.everyone)
+        on_all_ranks(lambda: self.check_here(model, options), options.all_ranks)
 
     def check_here(self, model, options):
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -60,7 +60,7 @@ class Source:
             )
         if self.state_dict is None:
             return
-        values = self.values(options.everyone)
+        values = self.values(options.all_ranks)
         own = own_state(model)
         unexpected = [name for name in values if name not in own]
         missing = [name for name in on_meta if name not in values and self.init_fn is None]
@@ -111,7 +111,7 @@ class Source:
             return
         try:
             if self.folder is not None and name in self.folder.model:
-                if dist.get_rank(self.options.everyone) == 0:
+                if dist.get_rank(self.options.all_ranks) == 0:
                     tensor.copy_(self.folder.values(self.folder.model[name]))
             elif isinstance(self.state_dict, dict) and name in self.state_dict:
                 tensor.copy_(self.state_dict[name])
@@ -137,8 +137,8 @@ class Source:
                         self.fill(plain_name(f"{prefix}.{key}" if prefix else key), made[id(buffer)])
                         filled.append(made[id(buffer)])
                     module._buffers[key] = made[id(buffer)]
-        on_all_ranks(self.raise_error, self.options.everyone)
-        broadcast_whole(filled, self.options.everyone)
+        on_all_ranks(self.raise_error, self.options.all_ranks)
+        broadcast_whole(filled, self.options.all_ranks)
 
     def raise_error(self):
         if self.error is not None:

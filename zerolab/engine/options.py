@@ -13,14 +13,14 @@ from zerolab.engine.whole import WholeParameters
 class Options:
     """The user's choices (`Engine` describes each option), and the three groups that `group` stands for.
 
-    group     the ranks to shard over
-    replicas  the ranks that hold the same shard (hybrid sharding), or None
-    everyone  the ranks of both
+    group      the ranks to shard over
+    replicas   the ranks that hold the same shard (hybrid sharding), or None
+    all_ranks  the ranks of both
     """
 
     group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
-    everyone: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup | None
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     find_unused: bool

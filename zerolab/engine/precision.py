@@ -41,7 +41,7 @@ def reduce_dtype(param, options):
 
 def alignment(param, options):
     """As in the chapter, 16 or 256 bytes in elements, here of the smaller of both dtypes."""
-    nbytes = 16 if param.device.type == "cpu" else 256
+    nbytes = 256 if param.is_cuda else 16
     size = min(param.element_size(), compute_dtype(param, options).itemsize)
     return max(1, nbytes // size)
 

@@ -41,10 +41,10 @@ def groups_of(group):
     if group.ndim == 1:
         return group.get_group(), None, group.get_group()
     shards, copies = group.get_group(1), group.get_group(0)
-    everyone = None  # the default group, if the mesh has all ranks
+    all_ranks = None  # the default group, if the mesh has all ranks
     if group.size() < dist.get_world_size():
-        everyone = make_group(group.mesh.flatten().tolist(), [shards, copies])
-    return shards, copies, everyone
+        all_ranks = make_group(group.mesh.flatten().tolist(), [shards, copies])
+    return shards, copies, all_ranks
 
 
 def broadcast_over(replicas, tensors):

@@ -74,9 +74,9 @@ def full_state_dict(engine):
     params, buffers, extras = split_state(engine, own)
     kinds = {key: (buffer.dtype, tuple(buffer.shape)) for key, buffer in buffers.items()}
     extra = {key: tree_map_only(torch.Tensor, torch.Tensor.cpu, value) for key, (_, value) in extras.items()}
-    everyone = on_all_ranks(lambda: (kinds, extra), engine.options.everyone)
-    for rank, (other, _) in enumerate(everyone):
-        if other != everyone[0][0]:
+    found = on_all_ranks(lambda: (kinds, extra), engine.options.all_ranks)
+    for rank, (other, _) in enumerate(found):
+        if other != found[0][0]:
             raise ValueError(f"the buffers of rank {rank} have different names, shapes or dtypes from rank 0's")
     values = {}  # id of the model's own tensor -> its whole value
     for bucket in engine.all_buckets:
@@ -86,12 +86,12 @@ def full_state_dict(engine):
     for buffer in buffers.values():
         if id(buffer) not in values and buffer.layout is torch.strided:
             whole = buffer.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(sendable(whole), group_src=0, group=engine.options.everyone)
+            dist.broadcast(sendable(whole), group_src=0, group=engine.options.all_ranks)
             values[id(buffer)] = whole.cpu()
     state = OrderedDict.fromkeys(own)  # in the model's order
     for key, tensor in (params | buffers).items():
         state[key] = values.get(id(tensor), tensor)
-    state.update(everyone[0][1])
+    state.update(found[0][1])
     modules = engine.model.named_modules(remove_duplicate=False)
     # As in `model.state_dict()`: modules read it when they load a state, and may convert states of older versions.
     state._metadata = {plain_name(key): {"version": each._version} for key, each in modules}
@@ -106,7 +106,7 @@ def load_full_state_dict(engine, state):
     different shape, on every rank, before anything is written.
     """
     own = own_state(engine.model)
-    state = all_succeed(lambda: check_state(own, state), engine.options.everyone)
+    state = all_succeed(lambda: check_state(own, state), engine.options.all_ranks)
     params, buffers, extras = split_state(engine, own)
     for key, (module, _) in extras.items():
         module.set_extra_state(state[key])

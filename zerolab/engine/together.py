@@ -15,22 +15,22 @@ def on_all_ranks(work, group):
         result = work()
     except Exception as raised:
         error = raised
-    everyone = [(error, result)]
+    answers = [(error, result)]
     if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-        everyone = [None] * dist.get_world_size(group)
+        answers = [None] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(everyone, (portable(error), result), group=group)
+            dist.all_gather_object(answers, (portable(error), result), group=group)
         except RuntimeError as lost:
             raise RuntimeError(
                 "another rank did not take part. All ranks of the engine must call this together, and not only rank 0. "
                 f"If another rank has printed an error, that error is the cause. ({lost})"
             ) from lost
-    for rank, (problem, _) in enumerate(everyone):
+    for rank, (problem, _) in enumerate(answers):
         if problem is not None:
-            alike = all(str(other) == str(problem) for other, _ in everyone)
+            alike = all(str(other) == str(problem) for other, _ in answers)
             text = problem.args[0] if problem.args else ""
             raise type(problem)(text if alike else f"rank {rank}: {text}") from error
-    return [result for _, result in everyone]
+    return [result for _, result in answers]
 
 
 def all_succeed(work, group):

@@ -84,11 +84,14 @@ class WholeParameters:
         largest = max(param.nbytes for param in self.params)
         return min(max(25, engine.world_size * largest / 2**20), max(1, total / 6 / 2**20))
 
-    def kinds(self, named_params):
-        """A list of (name, parameter) as one list per kind of bucket: the cut ones, the whole ones, or both."""
-        cut = [pair for pair in named_params if pair[1] not in self.params]
-        whole = [pair for pair in named_params if pair[1] in self.params]
-        return [kind for kind in (cut, whole) if kind]
+    def split(self, runs):
+        """Split each list of (name, parameter) into the parameters that are cut and those that are whole."""
+        result = []
+        for run in runs:
+            cut = [pair for pair in run if pair[1] not in self.params]
+            whole = [pair for pair in run if pair[1] in self.params]
+            result += [part for part in (cut, whole) if part]
+        return result
 
     def assign_owners(self, named_params, world_size):
         """Choose an owner for each parameter of a bucket. Returns (named_params, owners), sorted by owner."""

@@ -4,15 +4,14 @@ A `param.grad` is a view of its bucket's gradient buffer, as in the chapter, whe
 it cannot, because torch wants a gradient in its parameter's dtype: then a hook adds it to the buffer.
 """
 
-from zero1 import ZeRO1, gather_parameters
+from zero1 import ZeRO1
 from zero2 import weak_hook
-from zero3 import default_units
-from zerolab.engine import checks, replicas
-from zerolab.engine.bucket import EngineBucket, to_optimizer
-from zerolab.engine.common import Engine, broadcast_frozen
+from zerolab.engine import replicas
+from zerolab.engine.bucket import to_optimizer
+from zerolab.engine.common import BucketEngine
 
 
-class ZeRO1Engine(Engine, ZeRO1):
+class ZeRO1Engine(BucketEngine, ZeRO1):
     """ZeRO-1 with the options of `Engine` and the chapter's `bucket_mb`."""
 
     def __init__(self, model, optimizer, *, bucket_mb=None, **options):
@@ -24,27 +23,6 @@ class ZeRO1Engine(Engine, ZeRO1):
                 else:
                     param.register_hook(weak_hook(self.before_gradient))
                     param.register_post_accumulate_grad_hook(weak_hook(self.after_gradient, bucket))
-
-    def check(self):
-        super().check()
-        checks.check_has_values(self.model, self.options)
-
-    def partition(self, bucket_mb):
-        frozen = broadcast_frozen(self)
-        buckets = super().partition(bucket_mb)
-        self.all_buckets = buckets + [self.make_bucket(name, [(name, param)]) for name, param in frozen]
-        return buckets
-
-    def make_runs(self, bucket_mb):
-        whole = self.options.whole
-        runs = super().make_runs(whole.bucket_mb(self) if bucket_mb is None else bucket_mb)
-        return [kind for run in runs for kind in whole.kinds(run)]
-
-    def make_bucket(self, name, named_params):
-        return EngineBucket(name=name, named_params=named_params, group=self.group, options=self.options)
-
-    def modules_that_cast(self):
-        return [self.model, *default_units(self.model)]
 
     def before_gradient(self, gradient):
         """Autograd has a gradient. A backward adds it to the bucket next; `torch.autograd.grad` does not."""
@@ -80,7 +58,3 @@ class ZeRO1Engine(Engine, ZeRO1):
         replicas.average_over(self.options.replicas, own)
         bucket.shard.grad = to_optimizer(bucket, own, bucket.earlier)
         bucket.earlier = None
-
-    def shards_changed(self):
-        """Called after something other than the optimizer has written to the shards."""
-        gather_parameters(self.all_buckets)

@@ -105,16 +105,23 @@ class ZeRO3Engine(Engine, ZeRO3):
         return EngineReduction(unit)
 
     def plan_prefetch(self, prefetch):
-        """Here `prefetch` counts modules, and a module may have several units."""
-        units_per_module = {}
+        """Like the chapter's, but `prefetch` counts modules: a module may have several units, gathered together."""
+        ahead = prefetch if self.world_size > 1 else 0
+        units_of = {}
         for unit in self.units:
-            units_per_module[unit.module] = units_per_module.get(unit.module, 0) + 1
-        super().plan_prefetch(prefetch * max(units_per_module.values()))
+            units_of.setdefault(unit.module, []).append(unit)
+        root = units_of.pop(self.model, [])
+        inner = list(units_of.values())
+        for index, units in enumerate(inner):
+            after = inner[index + 1 : index + 1 + ahead]
+            before = inner[max(0, index - ahead) : index][::-1]
+            plan_module(units, after, before)
+        plan_module(root, inner[:ahead], inner[::-1][:ahead])
 
     def warn_of_large_root(self, units):
         total = sum(unit.numel for unit in units)
         root = sum(unit.numel for unit in units if unit.module is self.model)
-        if 2 * root > total and torch.distributed.get_rank() == 0:
+        if 2 * root > total and torch.distributed.get_rank(self.options.all_ranks) == 0:
             warnings.warn(
                 f"{root / total:.0%} of the model is in no unit, so it stays gathered from the start of forward to the "
                 "end of backward. Pass units=[...], the modules to gather and free one by one, such as the layers",
@@ -244,3 +251,11 @@ class ZeRO3Engine(Engine, ZeRO3):
         for unit in self.units:
             increment_version(unit.params)  # a graph of before raises an error in backward, as in plain torch
             unit.version = version_of(unit)
+
+
+def plan_module(units, after, before):
+    """Choose what is gathered with each of a module's units: the module's other units, then the neighbours' units."""
+    for unit in units:
+        others = [each for each in units if each is not unit]
+        unit.following = others + [each for neighbour in after for each in neighbour]
+        unit.preceding = others + [each for neighbour in before for each in neighbour]

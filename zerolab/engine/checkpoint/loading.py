@@ -32,12 +32,12 @@ def load(engine, folder):
         raise RuntimeError("loading inside torch.inference_mode() makes tensors that cannot be trained: load outside")
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
-    everyone = engine.options.everyone
-    rank = dist.get_rank(everyone)
-    path = on_all_ranks(lambda: newest(folder) if rank == 0 else None, everyone)[0]
-    source = all_succeed(lambda: Folder(path, rank, dist.get_world_size(everyone)), everyone)
-    tensors, extras, options, states, extra = all_succeed(lambda: read(engine, source, rank), everyone)
-    set_extra_states(extras, everyone)
+    group = engine.options.all_ranks
+    rank = dist.get_rank(group)
+    path = on_all_ranks(lambda: newest(folder) if rank == 0 else None, group)[0]
+    source = all_succeed(lambda: Folder(path, rank, dist.get_world_size(group)), group)
+    tensors, extras, options, states, extra = all_succeed(lambda: read(engine, source, rank), group)
+    set_extra_states(extras, group)
     write_tensors(engine, tensors)
     write_optimizer(engine, options, states)
     return extra
@@ -49,9 +49,9 @@ def load_newest(engine, folder):
     None: there is no checkpoint. Rank 0 warns of each one that is skipped. Raises RuntimeError if all are damaged.
     """
     wait_for_last(engine)  # before the folder is listed, because the save in the background adds to it
-    everyone = engine.options.everyone
-    first = dist.get_rank(everyone) == 0
-    found = on_all_ranks(lambda: complete(folder) if first else None, everyone)[0]
+    group = engine.options.all_ranks
+    first = dist.get_rank(group) == 0
+    found = on_all_ranks(lambda: complete(folder) if first else None, group)[0]
     for path in reversed(found):
         try:
             return path, load(engine, path)

@@ -73,7 +73,7 @@ def save(engine, folder, keep=3, **extra):
     again, and RuntimeError if a rank cannot write. In this case earlier checkpoints are unchanged.
     """
     write = prepare(engine, folder, keep, extra, in_background=False)
-    return write(engine.options.everyone)
+    return write(engine.options.all_ranks)
 
 
 def async_save(engine, folder, keep=3, **extra):
@@ -83,7 +83,7 @@ def async_save(engine, folder, keep=3, **extra):
     """
     write = prepare(engine, folder, keep, extra, in_background=True)
     if engine.saving is None:
-        engine.saving = Background(engine.options.everyone)
+        engine.saving = Background(engine.options.all_ranks)
     return engine.saving.start(write)
 
 
@@ -92,10 +92,10 @@ def prepare(engine, folder, keep, extra, in_background):
     began = time.perf_counter()
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
-    everyone = engine.options.everyone
-    rank = dist.get_rank(everyone)
-    state = all_succeed(lambda: collect(engine, extra, in_background), everyone)
-    path = on_all_ranks(lambda: folders.make_folder(folder, keep) if rank == 0 else None, everyone)[0]
+    group = engine.options.all_ranks
+    rank = dist.get_rank(group)
+    state = all_succeed(lambda: collect(engine, extra, in_background), group)
+    path = on_all_ranks(lambda: folders.make_folder(folder, keep) if rank == 0 else None, group)[0]
     ready = time.perf_counter()
 
     def write(group):
@@ -134,7 +134,7 @@ def collect(engine, extra, copied):
     def take(tensor):
         return tensor.detach().to("cpu", copy=True) if copied else tensor.detach()
 
-    rank = dist.get_rank(engine.options.everyone)
+    rank = dist.get_rank(engine.options.all_ranks)
     state = {
         "model": collect_model(engine, take, rank),
         "optim": {"state": collect_optimizer_state(engine, take)},
