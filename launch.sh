@@ -7,11 +7,11 @@ if [ -z "${PYTHON:-}" ] && [ -x "$here/.venv/bin/python" ]; then
     python=$here/.venv/bin/python
 fi
 if ! command -v "$python" >/dev/null; then
-    echo "error: ${PYTHON:+PYTHON=}$python is not a command. Set PYTHON to a Python from 3.11 on" >&2
+    echo "error: ${PYTHON:+PYTHON=}$python is not a command. Set PYTHON to Python 3.11 or newer" >&2
     exit 2
 fi
 if ! "$python" -S -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "error: ${PYTHON:+PYTHON=}$python is $("$python" --version 2>&1). Set PYTHON to a Python from 3.11 on" >&2
+    echo "error: ${PYTHON:+PYTHON=}$python is $("$python" --version 2>&1). Set PYTHON to Python 3.11 or newer" >&2
     exit 2
 fi
 # Paths on the command line begin in the current folder, so it stays the current one. The project is found by

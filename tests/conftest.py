@@ -37,7 +37,9 @@ def on_gpus():
 
 def pytest_addoption(parser):
     # For tests/conformance. They are here because pytest reads options before it comes to a folder below.
-    parser.addoption("--engine", action="append", default=[], metavar="NAME|FILE", help="ask this engine (repeatable)")
-    parser.addoption("--ranks", type=int, help="where a test supports it, on so many ranks")
-    parser.addoption("--conform-json", metavar="FILE", help="where to write the outcomes of --engine")
-    parser.addoption("--patience", type=int, metavar="SECONDS", help="how long a collective may take: 60")
+    parser.addoption(
+        "--engine", action="append", default=[], metavar="NAME|FILE", help="test this engine (can be repeated)"
+    )
+    parser.addoption("--ranks", type=int, help="the number of ranks, for tests that support it")
+    parser.addoption("--conform-json", metavar="FILE", help="write the outcomes for each --engine to this file")
+    parser.addoption("--patience", type=int, metavar="SECONDS", help="seconds that a collective may take (default 60)")

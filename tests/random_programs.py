@@ -596,10 +596,12 @@ def report_of(seed, seconds=60):
 
 def main():
     parser = argparse.ArgumentParser(description="Run random training programs, and print those that fail.")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=100, help="how many seeds")
-    parser.add_argument("--seconds", type=float, default=60, help="how long a failing program is shortened")
-    parser.add_argument("--print", action="store_true", help="print the programs, and do not run them")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first program (default 0)")
+    parser.add_argument("--count", type=int, default=100, help="the number of programs (default 100)")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="seconds for shortening a failing program (default 60)"
+    )
+    parser.add_argument("--print", action="store_true", help="print the programs instead of running them")
     options = parser.parse_args()
     found = 0
     seeds = range(options.first, options.first + options.count)

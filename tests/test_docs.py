@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import started
+from typed_commands import started as python_started_by
 from typed_commands import typed
 
 from zerolab.measure import figures
@@ -122,7 +123,7 @@ def commands(page: str) -> list[list[str]]:
 def offered() -> set[str]:
     """The commands that `./launch.sh help` lists, one line each."""
     _, said, _ = typed("help")
-    listed = re.findall(r"\./launch\.sh (\S+)", said)
+    listed = re.findall(r"^\./launch\.sh (\S+)", said, re.MULTILINE)
     return {name for name in "|".join(listed).split("|") if re.fullmatch(r"[a-z]\w*", name)}
 
 
@@ -142,7 +143,17 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
                     assert word.partition("=")[0] in options[words[0]], (page, words)
     assert named <= known
     _, _, refused = typed("nonsense")
-    assert set(refused.partition("There are: ")[2].strip().split(", ")) == known
+    assert set(refused.partition("Use one of: ")[2].strip().split(", ")) == known
+
+
+def test_the_examples_in_help_texts_can_be_typed():
+    for command in offered() - {"help", "notebooks", "test"}:
+        _, said, _ = typed(f"{command} --help")
+        examples = re.findall(r"^  \./launch\.sh (.*)", said, re.MULTILINE)
+        assert examples, command
+        for example in examples:
+            words = shlex.split(example, comments=True)
+            assert words[0] == command and python_started_by(*words), example
 
 
 # Output and scripts in the pages.

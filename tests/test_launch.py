@@ -254,7 +254,7 @@ def test_an_old_python_and_one_without_torch_are_named(tmp_path):
     old.chmod(0o755)
     result = started.launch("compare", PYTHON=old)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"error: PYTHON={old} is Python 3.10.1. Set PYTHON to a Python from 3.11 on\n"
+    assert result.stderr == f"error: PYTHON={old} is Python 3.10.1. Set PYTHON to Python 3.11 or newer\n"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
     result = started.launch("compare", "2", PYTHON=tmp_path / "empty" / "bin" / "python")
     python = tmp_path / "empty" / "bin" / "python"
@@ -273,11 +273,11 @@ def test_a_package_that_is_too_old_is_named_with_its_version(monkeypatch):
         launch.check_packages([])
 
 
-def test_without_a_command_it_is_said_what_runs(monkeypatch, capsys):
+def test_without_a_command_the_command_that_runs_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert typed_commands.started()[-1] == "fsdp2_compare"
     first, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("Without a command this is ./launch.sh compare: ")
+    assert first.startswith("Without a command, ./launch.sh runs compare: ")
 
 
 SLEEPS = """

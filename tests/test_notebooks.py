@@ -297,4 +297,4 @@ def test_launch_sh_makes_html_copies(tmp_path, monkeypatch, capsys):
         launch.html("python", tmp_path)
     with pytest.raises(SystemExit):
         launch.main(["notebooks", "--html", "pages", "--only"])
-    assert "--html accepts one folder and nothing else, got 'pages --only'" in capsys.readouterr().err
+    assert "--html must be followed by at most one folder, got 'pages --only'" in capsys.readouterr().err

@@ -34,7 +34,7 @@ MISTAKES = {
     "memory 64 --up-to 4": "--up-to 4 chooses the numbers of ranks",
     "plan --out plans": "--out does nothing without --sweep",
     "docs --check --out x": "--out does nothing beside --check",
-    "docs --figure pie": "no figure 'pie'. There are: stages, memory",
+    "docs --figure pie": "no figure 'pie'. Use one of: stages, memory",
     "docs --figure memory --from {files}/wrong.json --out {files}": "figure 'memory' cannot be drawn from",
     "report {files}": "{files}' is not empty",
     "conform zero9": "no engine 'zero9': did you mean zero",

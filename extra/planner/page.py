@@ -77,7 +77,10 @@ def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if --check finds something stale; an error ends it with 2."""
     parser = Parser("", description="Writes the generated parts of the planner's page, and its pictures.")
-    parser.add_argument("--check", action="store_true", help="write nothing, and say whether the page is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; the exit status is 1 if the page is out of date"
+    )
+    parser.usage = "python -m extra.planner.page [--check]"
     options = parser.parse_args(argv)
     stale = docs.update([PAGE], BLOCKS, "python -m extra.planner.page", options.check)
     for name in PICTURES if not options.check else ():

@@ -3,78 +3,118 @@
 import argparse
 
 from extra.planner.hardware import GPUS
-from zerolab.run.command_line import Parser
-from zerolab.run.names import PRESETS
-from zerolab.run.shared_options import (
-    add_json,
-    check_engines,
-    check_writable,
-    preset,
-)
+from zerolab.run.names import PRESETS, engines_of
+from zerolab.run.shared_options import ENGINE, add_json, check_engines, check_writable, make_parser, preset
+
+DESCRIPTION = f"""\
+Predicts the step time and the memory of engines on GPUs that you do not have, prints a
+table, and recommends an engine. Nothing is measured on these GPUs.
+{ENGINE}"""
+EXAMPLES = """\
+  ./launch.sh plan                     # 7B parameters on 64 H100
+  ./launch.sh plan 128 --preset 70b --gpu a100 --checkpoint-activations blocks
+  ./launch.sh plan --engines zero3 --sweep bandwidth"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("plan [N]", description="Predicts how long a training step takes on hardware that you do not have.")
+    parser = make_parser("plan [N]", DESCRIPTION, EXAMPLES)
     add = parser.add_argument
-    add("--preset", type=preset, help=f"the size of the model: {', '.join(PRESETS)} (default 7b)")
-    add("--layers", type=int, help="number of blocks, instead of a preset; needs --width, --heads, --vocab and --seq")
-    add("--width", type=int, help="width of the blocks")
-    add("--heads", type=int, help="number of attention heads")
-    add("--kv-heads", type=int, help="number of heads of keys and values (default: the same as --heads)")
-    add("--ffn", type=int, help="width inside the MLP (default: 4 times the width)")
-    add("--vocab", type=int, help="size of the vocabulary")
-    add("--seq", type=int, help="tokens per sequence (default: the preset's)")
-    add("--gated", action="store_true", help="use a gated MLP, which has three weights instead of two")
-    add("--tied", action="store_true", help="embedding and head share one weight, as they do in the presets")
+    add("--preset", type=preset, help=f"the size of the GPT: {', '.join(PRESETS)} (default 7b)")
+    add(
+        "--layers",
+        type=int,
+        help="the number of transformer blocks of your own model, instead of --preset; it also needs --width, --heads, "
+        "--vocab and --seq",
+    )
+    add("--width", type=int, help="the width of the blocks of your own model")
+    add("--heads", type=int, help="the number of attention heads of your own model")
+    add("--kv-heads", type=int, help="the number of heads for keys and values (default: the same as --heads)")
+    add("--ffn", type=int, metavar="WIDTH", help="the width inside the MLP (default: 4 times --width)")
+    add("--vocab", type=int, help="the size of the vocabulary of your own model")
+    add("--seq", type=int, metavar="TOKENS", help="tokens per sequence (default: the most that the preset allows)")
+    add("--gated", action="store_true", help="your own model has gated MLPs, with three weights instead of two")
+    add(
+        "--tied",
+        action="store_true",
+        help="the embedding and the head of your own model share one weight, as in all presets",
+    )
     add("--gpu", choices=GPUS, default="h100", help="the type of the GPUs (default h100)")
     add("ranks", metavar="N", nargs="?", type=int, default=64, help="the number of GPUs (default 64)")
-    add("--ranks-per-node", type=int, default=8, help="the number of GPUs in a node (default 8)")
-    add("--engines", metavar="NAME,NAME", help="predict only these engines; an unknown name prints the list")
+    add("--ranks-per-node", type=int, default=8, metavar="GPUS", help="the number of GPUs in a node (default 8)")
+    add(
+        "--engines",
+        metavar="NAME,NAME",
+        help=f"predict only these engines (default: {', '.join(engines_of('plan'))})",
+    )
     add(
         "--dtype",
         choices=("fp32", "bf16"),
         default="bf16",
-        help="the dtype of the computation; gradients and weights are float32 (default bf16)",
+        help="the dtype of the computation; gradients and the optimizer's weights are float32 (default bf16)",
     )
-    add("--micro-batch", type=int, default=1, help="sequences per rank in each backward (default 1)")
-    add("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    add(
+        "--micro-batch",
+        type=int,
+        default=1,
+        metavar="SEQUENCES",
+        help="the number of sequences that each rank trains on in one backward (default 1)",
+    )
+    add("--accumulate", type=int, default=1, metavar="COUNT", help="the number of micro-batches in a step (default 1)")
     recomputed = ("none", "blocks", "selective")
     add(
         "--checkpoint-activations",
         choices=recomputed,
         default="none",
-        help="which activations are computed again in backward (default none)",
+        help="the activations that are not kept, but computed again in backward (default none)",
     )
-    add("--prefetch", type=int, default=1, help="how many units the engines zero3 and hybrid gather ahead (default 1)")
-    add("--bucket-mb", type=float, help="the size of a bucket in MiB for ddp, zero1 and zero2 (default: the engine's)")
+    add(
+        "--prefetch",
+        type=int,
+        default=1,
+        metavar="UNITS",
+        help="the number of units (blocks) that zero3 and hybrid gather before they are needed (default 1)",
+    )
+    add(
+        "--bucket-mb",
+        type=float,
+        metavar="MIB",
+        help="the largest size of a bucket of ddp, zero1 and zero2 in MiB (default: the engine's)",
+    )
     add(
         "--intra-GBps",
         type=float,
-        help="bandwidth of a GPU's links inside a node, in GB/s per direction (default: the GPU's)",
+        metavar="GBPS",
+        help="the bandwidth of a GPU's links inside a node, in GB/s per direction (default: the GPU's)",
     )
-    add("--network", choices=("infiniband", "roce", "efa"), help="the network between the nodes (default infiniband)")
+    add("--network", choices=("infiniband", "roce", "efa"), help="the network between nodes (default infiniband)")
     add(
-        "--inter-GBps", type=float, help="instead of --network: the bandwidth that a ring across nodes reaches, in GB/s"
+        "--inter-GBps",
+        type=float,
+        metavar="GBPS",
+        help="instead of --network: the bandwidth that a ring of GPUs across nodes reaches, in GB/s",
     )
     add(
         "--alpha-us",
         type=float,
-        help="instead of --network: the latency of a hop in a collective across nodes, in microseconds",
+        metavar="US",
+        help="instead of --network: the latency of each hop of a collective across nodes, in microseconds",
     )
     add(
         "--efficiency",
         type=float,
-        help="the fraction of the GPU's peak that matrix products reach (default: the GPU's, see --validate)",
+        metavar="FRACTION",
+        help="the fraction of the GPU's peak that matrix products reach (default: a value for each type of "
+        "GPU, see extra/planner/README.md)",
     )
     sweeps = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
     add(
         "--sweep",
         choices=sweeps,
-        help="draw how the step time depends on this, and print where two engines are equally fast",
+        help="draw the step time against this option, and print where two engines are equally fast",
     )
-    add("--out", default="plans", help="the folder for the figures of --sweep (default plans)")
-    add("--validate", action="store_true", help="compare the planner's predictions with published measurements")
-    add("--scale", action="store_true", help="predict 7b and 70b on 8 to 4,096 GPUs")
+    add("--out", default="plans", metavar="FOLDER", help="the folder for the figures of --sweep (default plans)")
+    add("--validate", action="store_true", help="compare predictions of this planner with published measurements")
+    add("--scale", action="store_true", help="predict the presets 7b and 70b on 8 to 4,096 GPUs")
     add_json(parser)
     options = parser.parse_args(argv)
     parser.needs("--out", "--sweep")

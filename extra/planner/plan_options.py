@@ -28,15 +28,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if not (math.isfinite(given[name]) and given[name] > 0):
             raise ValueError(f"{_flag(name)} must be more than 0, got {given[name]:g}")
     if given.get("efficiency", 1) > 1:
-        raise ValueError(f"--efficiency is a share of the GPU's peak, at most 1, got {options.efficiency:g}")
+        raise ValueError(
+            f"--efficiency is a fraction of the GPU's peak, so it must be at most 1, got {options.efficiency:g}"
+        )
     if options.prefetch < 0:
         raise ValueError(f"--prefetch must be 0 or more, got {options.prefetch}")
     if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
-        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} describes your own network: leave out --network "
-                         f"{options.network}, or give it alone")  # fmt: skip
+        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} describes your own network, so "
+                         f"leave out --network {options.network}")  # fmt: skip
     asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
     if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]} are two questions: ask one, and leave out the other")
+        raise ValueError(f"--{asked[0]} and --{asked[1]} cannot be combined: leave out one of them")
     if options.sweep:
         try:
             os.makedirs(options.out, exist_ok=True)
@@ -53,7 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.sweep != "ranks" and not (options.validate or options.scale):
         asked, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
         if options.engines != asked:
-            options.left_out = "hybrid: left out, one node: it would be zero3"
+            options.left_out = "hybrid is left out, because on one node it would be zero3"
         if not options.engines:
             raise ValueError(
                 f"--engines hybrid on one node (N = {options.ranks}, --ranks-per-node {options.ranks_per_node}) "
@@ -100,7 +102,7 @@ def _config(options: argparse.Namespace) -> GPTConfig:
             )
         return replace(preset(name), **given)
     if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:
-        raise ValueError(f"your own model also needs {', '.join(missing)} as well")
+        raise ValueError(f"your own model also needs {', '.join(missing)}")
     return GPTConfig(**given, gated=options.gated, tied=options.tied, bias=False)
 
 

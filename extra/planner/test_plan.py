@@ -537,7 +537,7 @@ REFUSED = {  # the arguments of ./launch.sh plan: the message
     "--network efa --alpha-us 20": "leave out --network efa",
     "--efficiency 1.5": "1.5",
     "--prefetch -1": "-1",
-    "--validate --scale": "--validate and --scale are two questions",
+    "--validate --scale": "--validate and --scale cannot be combined",
     "--engines ,": "--engines",
     "--gpu t4": "bfloat16",
 }

@@ -23,7 +23,7 @@ SOURCES = ["runtime.cpp", "nccl.cpp", "kernels.cpp"]
 
 def fail(text: str):
     """Exit with one line: what is wrong and what to do."""
-    print(f"launch.sh: {text}", file=sys.stderr)
+    print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -32,11 +32,12 @@ def libraries() -> Path:
     site = Path(distribution("torch").locate_file(""))
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         fail(
-            f"simulated GPUs need a CUDA build of torch, and {sys.executable} has {version('torch')}: make "
-            "an environment with `pip install -r extra/simulated_gpu/requirements.txt` (5 GB), set PYTHON to its Python"
+            f"simulated GPUs need a CUDA build of torch, and {sys.executable} has {version('torch')}. Make "
+            "an environment with `pip install -r extra/simulated_gpu/requirements.txt` (5 GB), and set PYTHON to its "
+            "Python"
         )
     if not (shutil.which("g++") and shutil.which("nm")):
-        fail("simulated GPUs need a C++ compiler, and there is no g++ (on Debian and Ubuntu: apt install g++)")
+        fail("simulated GPUs need the C++ compiler g++, which is not installed (on Debian and Ubuntu: apt install g++)")
     contents = [(HERE / name).read_bytes() for name in (*SOURCES, "simulated.h", "build.py")]
     key = hashlib.sha256(b"".join([*contents, str(site).encode(), version("torch").encode()])).hexdigest()[:16]
     folder = HERE / "build" / key

@@ -14,7 +14,7 @@ ROOT = HERE.parents[1]
 
 def main(gpus: str = "", *arguments: str) -> int:
     if not (gpus.isdigit() and 1 <= int(gpus) <= 16):
-        build.fail(f"--simulated-gpus must be 1 to 16 GPUs, got {gpus!r}")
+        build.fail(f"--simulated-gpus must be followed by the number of GPUs, 1 to 16, got {gpus!r}")
     path = [str(HERE / "front"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {  # of this run's processes: in all of them GPUs are simulated
         "SIMULATED_GPUS": gpus,

@@ -5,6 +5,7 @@ import argparse
 from zerolab.run.command_line import Parser
 from zerolab.run.names import PRESETS, engines_of
 from zerolab.run.shared_options import (
+    ENGINE,
     add_engine_file,
     add_engines,
     add_hardware,
@@ -12,6 +13,7 @@ from zerolab.run.shared_options import (
     add_preset,
     check_engines,
     check_name,
+    make_parser,
     non_negative_float,
     split,
 )
@@ -19,43 +21,81 @@ from zerolab.teach.museum_options import numbers_of_bugs
 
 MOST_RANKS = 16  # with more ranks the cells are too small to see
 
+DESCRIPTION = f"""\
+Records one training step, event by event, with each engine on real ranks (processes
+that train together). It writes a page, one HTML file, which plays the steps in a
+browser: the memory of each rank, the collectives, and the line of code that runs.
+{ENGINE}"""
+EXAMPLES = """\
+  ./launch.sh watch zero3 2
+  ./launch.sh watch zero3 4 --engines zero3,ddp --preset small
+  ./launch.sh watch --bug 16"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "watch [ENGINE] [N]",
-        description="Records one training step of real ranks, and writes a page that plays it in a browser.",
-    )
+    parser = make_parser("watch [ENGINE] [N]", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "engine",
+        metavar="ENGINE",
         nargs="?",
-        help="the engine that the page shows first (default zero3); an unknown name prints the list",
+        help="the engine that the page shows first; an unknown name prints the list of all names (default zero3)",
     )
     parser.add_argument(
-        "ranks", nargs="?", help="the number of ranks, 2 to 16 (default: one per GPU, or 2 without GPUs)"
+        "ranks",
+        metavar="N",
+        nargs="?",
+        help="the number of ranks, 2 to 16 (default: one per GPU, or 2 with fewer than two GPUs)",
     )
-    add_engines(parser)
+    add_engines(parser, engines_of("watch"))
     add_engine_file(parser)
-    parser.add_argument("--bug", metavar="NUMBER", help="show this bug of the museum next to the correct engine")
+    parser.add_argument(
+        "--bug",
+        metavar="NUMBER",
+        help="record this bug of the museum and the correct engine (./launch.sh bug lists the bugs)",
+    )
     add_preset(parser)
     add_hardware(parser)
-    add_json(parser)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    add_json(parser, "also write the recordings to this file, as JSON, which --from can read")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=2,
+        metavar="SEQUENCES",
+        help="the number of sequences that each rank trains on (default 2)",
+    )
     parser.add_argument(
         "--seq",
         type=int,
-        help="tokens per sequence (default 32; with more tokens, nearly all memory shown is activations)",
+        metavar="TOKENS",
+        help="tokens per sequence; with many tokens the activations need nearly all of the memory (default 32)",
     )
     parser.add_argument(
-        "--bucket-mb", type=non_negative_float, help="the size of a bucket in MiB (default: the engine's)"
+        "--bucket-mb",
+        type=non_negative_float,
+        metavar="MIB",
+        help="the largest size of a bucket in MiB (default: the engine's)",
     )
-    parser.add_argument("--tries", type=int, default=5, help="record this many steps and keep the fastest (default 5)")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=5,
+        metavar="STEPS",
+        help="the number of steps that are recorded, of which the fastest is kept (default 5)",
+    )
     parser.add_argument("--out", metavar="FILE", help="the page to write (default watch-ENGINE.html)")
     parser.add_argument(
-        "--from", metavar="FILE", dest="source", help="record nothing, and use the recordings in this file"
+        "--from",
+        metavar="FILE",
+        dest="source",
+        help="record nothing, and use the recordings in this file, a page or the JSON of --json",
     )
-    parser.add_argument("--gif", metavar="FILE", help="also draw an animation, which needs Chromium and takes minutes")
-    parser.add_argument("--dark", action="store_true", help="draw the animation in dark colours")
-    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # by torchrun: the folder for what each rank has seen
+    parser.add_argument(
+        "--gif",
+        metavar="FILE",
+        help="also write an animation of ENGINE to this file, which needs the browser Chromium and takes minutes",
+    )
+    parser.add_argument("--dark", action="store_true", help="draw the animation of --gif in dark colours")
+    parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # for the started ranks: the folder for their recordings
     options = parser.parse_args(argv)
     shown = ("--bug", "--from", "--out", "--json", "--gif", "--dark", "--on-ranks")
     parser.beside("--bug", *shown, "--tries")  # its model is always the same
@@ -99,7 +139,7 @@ def choose_engines(parser: Parser, options: argparse.Namespace) -> None:
 
 def check_bug(parser: Parser, options: argparse.Namespace) -> None:
     if options.engine is not None:
-        parser.error(f"--bug chooses the engine itself: leave out {options.engine!r}")
+        parser.error(f"--bug chooses the engine: leave out {options.engine!r}")
     numbers = numbers_of_bugs()
     if not options.bug.isdecimal() or int(options.bug) not in numbers:
         parser.error(f"no bug {options.bug!r}: the numbers are 1 to {max(numbers)}")

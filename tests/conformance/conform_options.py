@@ -3,27 +3,37 @@
 import argparse
 from pathlib import Path
 
-from zerolab.run.command_line import Parser, did_you_mean
+from zerolab.run.command_line import did_you_mean
 from zerolab.run.names import CHAPTERS, engines_of
-from zerolab.run.shared_options import add_json, check_writable
+from zerolab.run.shared_options import ENGINE, add_json, check_writable, make_parser
+
+DESCRIPTION = f"""\
+Runs the conformance tests on engines. Each test trains a small model in a way that an
+engine may get wrong, such as with tied weights. The table that it prints shows how
+often each engine was correct, raised a clear error, or gave wrong results.
+{ENGINE}"""
+EXAMPLES = """\
+  ./launch.sh conform                  # the chapters, our engines and PyTorch's
+  ./launch.sh conform my_engine.py ddp
+  ./launch.sh conform zero3 3 --only clip"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "conform [ENGINE|FILE.py ...] [N]",
-        description="Tests which behaviours an engine gets right, refuses with an error, or silently gets wrong.",
-    )
+    parser = make_parser("conform [ENGINE|FILE.py ...] [N]", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "engines",
         nargs="*",
         metavar="ENGINE|FILE.py",
-        help="zero2 tests ZeRO2Engine, zero2.py the chapter, FILE.py your own engine "
-        "(default: the chapters, our engines, PyTorch's engines, and DeepSpeed's if it is installed)",
+        help="what to test: for example zero2 is the class ZeRO2Engine, zero2.py the chapter, and FILE.py your own "
+        "engine (default: the chapters, our engines, PyTorch's engines, and DeepSpeed's if it is installed). A number "
+        "at the end is N, the number of ranks (processes), 1 to 8 (default 2)",
     )
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="run only the tests whose name contains this text (pytest's -k)"
+        "--only", metavar="TEXT", default="", help="run only the tests whose name contains this text, as pytest -k does"
     )
-    parser.add_argument("--thorough", action="store_true", help="also test further sizes, options and numbers of ranks")
+    parser.add_argument(
+        "--thorough", action="store_true", help="also run the slower tests, of more sizes, options and numbers of ranks"
+    )
     add_json(parser)
     options = parser.parse_args(argv)
     options.ranks = 2
@@ -37,7 +47,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             continue
         if not name.endswith(".py"):
             near = did_you_mean(name, documented)
-            parser.error(f"no engine {name!r}{near} There are: {', '.join(documented)}")
+            parser.error(f"no engine {name!r}{near} Use one or more of: {', '.join(documented)}")
         if not Path(name).is_file():
             parser.error(f"no such file: {name}")
     check_writable("--json", options.json)

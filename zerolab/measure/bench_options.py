@@ -3,9 +3,10 @@
 import argparse
 
 from zerolab.measure.sweeps import SWEEPS
-from zerolab.run.command_line import Parser
-from zerolab.run.names import PRESETS, SHAPE
+from zerolab.run.names import PRESETS, SHAPE, engines_of
 from zerolab.run.shared_options import (
+    ENGINE,
+    RANKS,
     add_batch,
     add_engine_file,
     add_engines,
@@ -17,27 +18,44 @@ from zerolab.run.shared_options import (
     check_seq,
     check_writable,
     existing_file,
+    make_parser,
     positive_int,
     vocabulary,
 )
 
+DESCRIPTION = f"""\
+Measures the step times and the peak memory of several engines. The engines take
+turns, one training step each, so that a disturbance of the machine disturbs all of
+them. It prints a table in which each engine is also compared with the first one.
+{ENGINE}
+
+{RANKS}"""
+EXAMPLES = """\
+  ./launch.sh bench 2 --engines ddp,zero3,fsdp2
+  ./launch.sh bench 2 --sweeps prefetch         # zero3 with several values of prefetch"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "bench [N]",
-        description="Measures step times and peaks of engines, or of options, which train one step each in turn.",
-    )
+    parser = make_parser("bench [N]", DESCRIPTION, EXAMPLES)
     add_preset(parser)
-    parser.add_argument("--layers", type=positive_int, help="number of blocks, instead of the preset's")
-    parser.add_argument("--width", type=positive_int, help="width of the blocks, instead of the preset's")
-    parser.add_argument("--heads", type=positive_int, help="number of attention heads, instead of the preset's")
+    parser.add_argument("--layers", type=positive_int, help="the number of transformer blocks (default: the preset's)")
     parser.add_argument(
-        "--vocab", type=vocabulary, help="size of the vocabulary, 256 or more, because the text is bytes"
+        "--width", type=positive_int, help="the width of the blocks, a multiple of --heads (default: the preset's)"
     )
-    add_engines(parser)
+    parser.add_argument("--heads", type=positive_int, help="the number of attention heads (default: the preset's)")
+    parser.add_argument(
+        "--vocab",
+        type=vocabulary,
+        help="the size of the vocabulary, 256 or more because each byte is a token (default: the preset's)",
+    )
+    add_engines(parser, engines_of("bench"))
     add_engine_file(parser)
     parser.add_argument(
-        "--rounds", type=positive_int, default=15, help="how many steps of each engine are timed (default 15)"
+        "--rounds",
+        type=positive_int,
+        default=15,
+        metavar="STEPS",
+        help="the number of steps of each engine that are timed (default 15)",
     )
     add_batch(parser, 4)
     add_seq(parser)
@@ -48,23 +66,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sweeps",
         nargs="?",
         const="",
-        metavar="WORDS",
-        help="measure what the options cost; with WORDS only some of them, such as --sweeps prefetch",
+        metavar="TEXT",
+        help="compare different values of the stages' options, instead of engines; with TEXT only the sweeps whose "
+        f"name contains it: {'; '.join(SWEEPS)}",
     )
     instead.add_argument(
         "--host",
         nargs="?",
         const="",
         metavar="ENGINE",
-        help="measure Python's own time per step, with many small parameters; "
-        "with ENGINE, also print where this time is spent",
+        help="measure the time that Python needs for a step, with many small parameters, instead of a GPT; with ENGINE "
+        "also print the functions in which this engine spends most of it",
     )
     instead.add_argument(
         "--ratios",
         nargs="+",
         type=existing_file,
         metavar="FILE",
-        help="print ratios of step times from files that compare --json has written",
+        help="measure nothing, and print the ratios of step times in these files of compare --json",
     )
     options = parser.parse_args(argv)
     parser.beside("--ratios")
@@ -75,13 +94,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     check_engines(parser, options)
     if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
-        parser.error(f"--sweeps {options.sweeps!r} is in none of: {'; '.join(SWEEPS)}")
+        parser.error(f"no sweep has {options.sweeps!r} in its name. The sweeps are: {'; '.join(SWEEPS)}")
     if options.host:
         check_engines(parser, argparse.Namespace(engines=options.host))
     check_seq(parser, options)
     options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     shape = PRESETS[options.preset] | options.shape
     if shape["width"] % shape["heads"]:
-        parser.error(f"the width must be a multiple of the heads, got width {shape['width']}, heads {shape['heads']}")
+        parser.error(f"--width must be a multiple of --heads, got width {shape['width']}, heads {shape['heads']}")
     check_writable("--json", options.json)
     return options

@@ -110,12 +110,15 @@ def kill(launcher: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m zerolab.measure.curves",
+        description="Trains the same GPT in five runs, under DDP and the three stages, and collects their losses.",
+    )
+    parser.add_argument("folder", type=Path, help="a new folder, in which each run gets a folder")
+    parser.add_argument("--ranks", type=int, default=2, help="the number of ranks (default 2)")
+    parser.add_argument("--preset", default="tiny", help="the size of the GPT (default tiny)")
+    parser.add_argument("--steps", type=int, default=400, help="the number of training steps of a run (default 400)")
+    parser.add_argument("--json", type=Path, help="also write the losses to this file, as JSON")
     options = parser.parse_args(argv)
     if options.folder.exists():
         parser.error(f"{options.folder} exists: pass a new folder, because runs of older code would be reported")

@@ -2,8 +2,9 @@
 
 import argparse
 
-from zerolab.run.command_line import Parser
+from zerolab.run.names import engines_of
 from zerolab.run.shared_options import (
+    ENGINE,
     add_accumulate,
     add_batch,
     add_checkpoint_activations,
@@ -16,27 +17,34 @@ from zerolab.run.shared_options import (
     check_engines,
     check_seq,
     check_writable,
+    make_parser,
     positive_int,
 )
 
+DESCRIPTION = f"""\
+Prints how many bytes one of N ranks (processes that train together) keeps, needs at
+most, and sends in a training step, for each engine. The command needs neither the other
+ranks nor a GPU, because it is a dry run: it takes two steps on fake tensors, which
+have shapes but no memory. {ENGINE}"""
+EXAMPLES = """\
+  ./launch.sh memory                   # 7B parameters on 8 ranks; half a minute
+  ./launch.sh memory 256 --preset 70b --dtype bf16
+  ./launch.sh memory --up-to 1024      # 1, 2, 4, ... 1,024 ranks"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "memory [N]",
-        description="Reports what one rank of N would hold and send. "
-        "It is a dry run on fake tensors, so it needs no GPU.",
-    )
+    parser = make_parser("memory [N]", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "ranks", metavar="N", nargs="?", type=int, help="the number of ranks, 1 to 1,000,000 (default 8)"
     )
     parser.add_argument(
         "--up-to",
         type=positive_int,
-        metavar="N",
-        help="instead of N: report only the peaks, for 1, 2, 4, ... up to this number of ranks",
+        metavar="RANKS",
+        help="instead of N: print only the peaks, for 1, 2, 4 and so on up to this number of ranks",
     )
     add_preset(parser, "7b")
-    add_engines(parser)
+    add_engines(parser, engines_of("memory"))
     add_dtype(parser)
     add_seq(parser)
     add_batch(parser, 1)
@@ -47,14 +55,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("fake", "cuda", "xpu"),
         default="fake",
-        help="fake allocates nothing; cuda (or xpu) allocates the memory of rank 0 on one GPU",
+        help="fake allocates nothing; cuda (or xpu on Intel's GPUs) runs rank 0 on one GPU, which allocates its memory "
+        "(default fake)",
     )
     options = parser.parse_args(argv)
     check_engines(parser, options)
     check_seq(parser, options)
     check_batch(parser, options)
     if options.up_to and options.ranks:
-        parser.error(f"--up-to {options.up_to} chooses the numbers of ranks: leave out the {options.ranks} before it")
+        parser.error(f"--up-to {options.up_to} chooses the numbers of ranks: leave out N, which is {options.ranks}")
     if options.ranks is None:
         options.ranks = 8
     if not 1 <= options.ranks <= 10**6:

@@ -23,13 +23,23 @@ TITLES = ["engine", "allocator's peak", "dry run's peak, predicted", "held", "he
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m zerolab.measure.one_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "host"))
-    parser.add_argument("folder", type=Path, help="for the JSON files")
-    parser.add_argument("--presets", nargs="+", default=["1b", "7b"], help="of memory (default 1b 7b)")
+    parser = argparse.ArgumentParser(
+        prog="python -m zerolab.measure.one_gpu",
+        description="Measures on one GPU what ./launch.sh report needs and no other command measures.",
+    )
+    parser.add_argument(
+        "what",
+        choices=("memory", "host"),
+        help="memory: the peaks of one rank of eight, with real allocations; "
+        "host: the time that Python needs for a step",
+    )
+    parser.add_argument("folder", type=Path, help="the folder for the JSON files")
+    parser.add_argument(
+        "--presets", nargs="+", default=["1b", "7b"], help="for memory, the sizes of the GPT (default 1b 7b)"
+    )
     # Short, so that ZeRO-1 with 7e9 parameters fits on a card of 80 GB: activations are no stage's doing.
-    parser.add_argument("--seq", default="512", help="tokens of memory's sequence (default 512)")
-    parser.add_argument("--rounds", default="10", help="steps of each engine that host times (default 10)")
+    parser.add_argument("--seq", default="512", help="for memory, the tokens per sequence (default 512)")
+    parser.add_argument("--rounds", default="10", help="for host, the steps of each engine (default 10)")
     return parser.parse_args(argv)
 
 

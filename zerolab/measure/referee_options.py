@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
+from zerolab.run.names import engines_of
 from zerolab.run.shared_options import (
+    ENGINE,
+    RANKS,
     add_accumulate,
     add_batch,
     add_checkpoint_activations,
@@ -22,26 +24,37 @@ from zerolab.run.shared_options import (
     check_folder,
     check_seq,
     check_writable,
+    make_parser,
     non_negative_int,
     rank_and_seconds,
 )
 
+DESCRIPTION = f"""\
+Trains the same GPT on the same data with PyTorch's DDP and FSDP2, with the three
+ZeRO stages, and with other engines, one after the other. It prints whether the
+losses match, and a table of losses, memory, traffic and step times.
+{ENGINE}
+
+{RANKS}"""
+EXAMPLES = """\
+  ./launch.sh compare                  # eight engines; minutes on two CPU cores
+  ./launch.sh compare --quick          # a toy model; less than a minute
+  ./launch.sh compare 4 --engines ddp,zero3,fsdp2 --dtype bf16"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "compare [N]",
-        description="Trains one GPT on N ranks under DDP, the three ZeRO stages and FSDP2, and compares losses, "
-        "memory, traffic and time.",
-    )
+    parser = make_parser("compare [N]", DESCRIPTION, EXAMPLES)
     add_preset(parser)
-    add_engines(parser)
+    add_engines(parser, engines_of("compare"))
     add_engine_file(parser)
     add_steps(parser, 40)
     parser.add_argument(
         "--timed-steps",
         type=non_negative_int,
         default=12,
-        help="how many steps of each engine are timed; 0 times none (default 12)",
+        metavar="STEPS",
+        help="the number of further steps of each engine whose times are measured; with 0 no times are measured "
+        "(default 12)",
     )
     add_dtype(parser)
     add_seq(parser)
@@ -53,17 +66,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--slow-rank",
         type=rank_and_seconds,
         metavar="RANK:SECONDS",
-        help="delay a rank in every timed step; 1:0.05 delays rank 1 by 0.05 seconds",
+        help="delay one rank at the start of every timed step; for example 1:0.05 delays rank 1 by 0.05 seconds",
     )
     add_hardware(parser)
-    add_json(parser)
+    add_json(parser, "write the results to this file, as JSON (default: a new file in the folder runs)")
     parser.add_argument(
         "--breakdown",
         action="store_true",
-        help="also print how long each rank computes, waits and communicates in a step",
+        help="also print how much of a step each rank computes, waits for other ranks and communicates",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="train a toy model for a few steps, which takes less than a minute"
+        "--quick",
+        action="store_true",
+        help="change the defaults to --preset toy --steps 5 --timed-steps 5, which takes less than a minute",
     )
     options = parser.parse_args(argv)
     if options.quick:  # other defaults; what was typed still counts
@@ -75,7 +90,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("slow_rank", "breakdown"):
         if getattr(options, name) and not options.timed_steps:
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} needs timed steps, and --timed-steps 0 leaves none: leave out one of them")
+            parser.error(
+                f"{option} needs timed steps, but --timed-steps 0 leaves none: leave out one of the two options"
+            )
     check_writable("--json", options.json)
     if options.json is None:
         check_folder(Path("runs"), "--json FILE")

@@ -4,25 +4,34 @@ import argparse
 import time
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
-from zerolab.run.shared_options import (
-    non_negative_float,
-)
+from zerolab.run.shared_options import make_parser, non_negative_float
+
+DESCRIPTION = """\
+Runs the main measurements on this machine, and writes their results into a folder:
+one page to read, report.md, and the files that it was made from."""
+EXAMPLES = """\
+  ./launch.sh report
+  ./launch.sh report my-machine --minutes 30"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "report [FOLDER]",
-        description="Runs the main measurements on this machine within a few minutes, and writes one page about them.",
-    )
+    parser = make_parser("report [FOLDER]", DESCRIPTION, EXAMPLES)
     folder = time.strftime("report-%Y%m%d-%H%M%S")
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=folder, help="a new folder for the page (default: report-DATE-TIME)"
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        default=folder,
+        help="a new or empty folder for the results (default report-DATE-TIME)",
     )
     parser.add_argument(
-        "--minutes", type=non_negative_float, default=10, help="stop after this number of minutes (default 10)"
+        "--minutes",
+        type=non_negative_float,
+        default=10,
+        help="the time limit in minutes; what no longer fits is left out (default 10)",
     )
     options = parser.parse_args(argv)
     if options.folder.is_dir() and any(options.folder.iterdir()):
-        parser.error(f"{str(options.folder)!r} is not empty: name a new or an empty folder")
+        parser.error(f"{str(options.folder)!r} is not empty: use a new or an empty folder")
     return options

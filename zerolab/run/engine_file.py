@@ -54,7 +54,7 @@ def enter(paths: list[str], on: str) -> list[str]:
 def _enter(path: Path, on: str) -> str:
     name = path.stem
     if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"it must be a file whose name ends in .py, and {path.resolve()} is not")
+        raise ValueError(f"it must be a file whose name ends in .py, and {path.resolve()} is not one")
     if name in ENGINES:
         raise ValueError(f"the name {name!r} is taken, so rename the file")
     found = _load(path)

@@ -316,12 +316,12 @@ def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None
     names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
+            raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} Use one or more of: {', '.join(known)}")
         if not installed(name):
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' installs it")
     if not names:
-        raise ValueError(f"--engines is empty. Pass some of these: {', '.join(known)}")
+        raise ValueError(f"--engines is empty. Use one or more of: {', '.join(known)}")
     return names
 
 

@@ -1,7 +1,8 @@
-"""What ./launch.sh starts: reads a command's options, sets up the environment, and starts the command.
+"""The program behind ./launch.sh: it reads a command's options, sets up the environment, and starts the command.
 
-A command that needs ranks is started by torchrun.py, as torchrun would with the line that is printed. Imports only the
-standard library, so `--help` and mistakes are answered before anything is installed or torch is imported.
+A command that needs ranks is started by torchrun.py, in the way in which torchrun would start the command line that is
+printed. This module imports only the standard library, so that `--help` and mistakes are answered before anything is
+installed and before torch is imported.
 """
 
 import argparse
@@ -26,35 +27,53 @@ from zerolab.run.shared_options import check_world_size, machines, timeout
 ROOT = Path(__file__).resolve().parents[2]
 
 USAGE = """\
+./launch.sh COMMAND --help lists the options of a command, with examples.
+
 Learn
-./launch.sh zero1|zero2|zero3 [N] [options]  trains with a chapter, and prints the events of one step
-./launch.sh articles [options]          tests what five articles claim
-./launch.sh notebooks [options]         opens Jupyter Lab; --html [FOLDER] writes copies to read
-./launch.sh exercise NAME [--hints 1]   writes an exercise or a task, exercises/NAME.py
-./launch.sh check NAME [N] [--hint]     checks your exercise, blank by blank
-./launch.sh bug [NUMBER [N]] [--clue]   lists the museum of bugs, or runs one (--hint, --answer)
+./launch.sh zero1|zero2|zero3 [N]  trains with one ZeRO stage, and prints a step
+                                   event by event
+./launch.sh articles               tests the claims of five articles
+./launch.sh notebooks              opens the notebooks in Jupyter Lab; with
+                                   --html [FOLDER] writes them as pages instead
+./launch.sh exercise NAME          writes an exercise to exercises/NAME.py
+./launch.sh check NAME [N]         tests your exercise; with --hint prints a hint
+./launch.sh bug [NUMBER [N]]       lists the museum of bugs, or runs one of them
 
 Run and measure
-./launch.sh compare [N] [options]       compares DDP, our stages and FSDP2 (the referee)
-./launch.sh train STAGE [N] [options]   trains, and resumes after a rank dies or hangs
-./launch.sh memory [N] [options]        predicts memory and traffic of a 7B model, without a GPU
-./launch.sh bench [N] [options]         measures step times; --sweeps, --host, --ratios FILE...
-./launch.sh conform [ENGINE|FILE.py ...] [N]  runs the conformance tests on engines
-./launch.sh report [FOLDER] [--minutes M]  measures this machine within M minutes (default 10)
-./launch.sh docs [--check]              writes the tables and figures of the pages from results/
-./launch.sh test [options]              runs the tests, with pytest's options
-./launch.sh help                        prints this text; COMMAND --help lists a command's options
-Extras
-./launch.sh watch [ENGINE] [N]          records a step, and writes a page that plays it in a browser
-./launch.sh plan [N]                    predicts step times on other machines
-./launch.sh test --simulated-gpus N     tests the GPU path without a GPU
+./launch.sh compare [N]            compares DDP, our ZeRO stages and FSDP2
+./launch.sh train STAGE [N]        trains, and resumes after a crash or a hang
+./launch.sh memory [N]             predicts memory and traffic of a model with 7
+                                   billion parameters, without a GPU
+./launch.sh bench [N]              measures step times of engines and options
+./launch.sh conform [ENGINE|FILE.py ...] [N]
+                                   runs the conformance tests on engines
+./launch.sh report [FOLDER]        measures this machine, and writes a report
+./launch.sh docs                   writes the tables and figures of the pages
+./launch.sh test                   runs the tests; accepts the options of pytest
+./launch.sh help                   prints this text
 
-Without a command it runs compare. Without N it starts one rank per GPU over NCCL, or two ranks over gloo.
-Relative paths start from the current folder. Environment variables:
-PYTHON           the Python to use; then nothing is installed
-OMP_NUM_THREADS  threads per rank, default 1
-ZERO_TIMEOUT     seconds that a rank waits in a collective for the others, default 120
-NNODES, NODE_RANK, RDZV_ENDPOINT=host:port   several machines; N is the number of ranks on each"""
+Extras
+./launch.sh watch [ENGINE] [N]     records a step, and writes a page that plays
+                                   it in a browser
+./launch.sh plan [N]               predicts step times on other machines
+./launch.sh test --simulated-gpus N
+                                   runs the tests for GPUs without a GPU
+
+Without a command, ./launch.sh runs compare. N is the number of ranks, which are
+the processes that train together. Without N, compare, train, bench and the stages
+start one rank per GPU, or two if the machine has fewer than two GPUs. Relative
+paths start from the current folder.
+
+Environment variables
+PYTHON           the Python that runs the command. If it is set, nothing is
+                 installed. Otherwise the first command installs torch into .venv
+OMP_NUM_THREADS  the number of threads of each rank (default 1)
+ZERO_TIMEOUT     the seconds that a rank waits in a collective for the other ranks
+                 (default 120)
+NNODES           the number of machines that train together (default 1). With more
+                 than one, N is the number of ranks on each machine
+NODE_RANK        the index of this machine, 0 to NNODES - 1 (train does not need it)
+RDZV_ENDPOINT    host:port of the machine with index 0, to which the others connect"""
 
 
 @dataclass(frozen=True)
@@ -91,13 +110,13 @@ COMMANDS = {
 OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
 PYTEST = ["test", "conform"]  # commands that run pytest
 DEFAULT = """\
-Without a command this is ./launch.sh compare: it trains a small GPT under DDP, our stages and FSDP2, and compares their
-losses, memory and step times. It takes some minutes on two CPU cores; --quick takes less than one. ./launch.sh help
-lists all commands. Ctrl-C stops it."""
+Without a command, ./launch.sh runs compare: it trains a small GPT with DDP, our ZeRO stages and FSDP2, and compares
+their losses, memory and step times. This takes a few minutes on two CPU cores, and with --quick less than one. To stop
+it, press Ctrl-C. ./launch.sh help lists all commands."""
 CPU_BUILDS = """\
-Torch's usual build brings NVIDIA's libraries: 5 GB in all. Without an NVIDIA GPU stop this with Ctrl-C, and set
-PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, which PyTorch's page "Get Started" has after --index-url:
-1.5 GB in all. Or PYTHON=python3 uses the torch that you have, and installs nothing."""
+The usual build of torch includes NVIDIA's libraries, 5 GB in all. If you have no NVIDIA GPU, you can save 3.5 GB: press
+Ctrl-C, set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, and start again. PyTorch's page "Get Started"
+shows this address after --index-url. If you already have torch, PYTHON=python3 uses it and installs nothing."""
 AMD_DEVICES = Path("/sys/class/kfd/kfd/topology/nodes")  # of the ROCm driver
 
 # Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
@@ -117,11 +136,11 @@ def check_command(command: str) -> None:
     if command not in known:
         near = difflib.get_close_matches(command, known)
         hint = f": did you mean {' or '.join(near)}?" if near else "."
-        raise ValueError(f"no command {command!r}{hint} There are: {', '.join(known)}")
+        raise ValueError(f"no command {command!r}{hint} Use one of: {', '.join(known)}")
 
 
 def take_ranks(command: str, words: list[str]) -> int | None:
-    """Take the number of ranks out of the `words` behind the command, where there is one."""
+    """Remove the number of ranks from the `words` behind the command, and return it. None if there is none."""
     place = 1 if command == "train" else 0  # a stage comes first
     if len(words) <= place or words[place].startswith("-"):
         return None
@@ -146,7 +165,7 @@ def check_variables(command: str) -> None:
         return
     endpoint = os.environ.get("RDZV_ENDPOINT", "")
     if not re.fullmatch(".+:[0-9]+", endpoint):
-        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port of one machine, reachable from all")
+        raise ValueError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the address of one machine that all can reach")
     if command == "train":
         return
     node = os.environ.get("NODE_RANK", "")
@@ -171,7 +190,7 @@ def check_port(port: int) -> None:
 
 
 def count_gpus() -> int:
-    """How many NVIDIA or AMD GPUs a rank will see. Without torch, which takes seconds to import."""
+    """How many NVIDIA or AMD GPUs a rank will see. It is counted without torch, which takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -184,7 +203,7 @@ def count_gpus() -> int:
 
 
 def default_ranks(backend: str, device: str, gpus: int, machines: int) -> int:
-    """How many ranks a machine starts without N: one per GPU, but two where that would be a single rank over gloo."""
+    """How many ranks a machine starts without N: one per GPU, but two if that would be a single rank over gloo."""
     if gpus == 0 or device == "cpu":
         return 2
     return gpus if gpus > 1 or machines > 1 or backend not in ("auto", "gloo") else 2
@@ -195,7 +214,7 @@ def check_job(command: str, options, ranks: int, gpus: int) -> None:
     world_size = ranks * machines()
     check_world_size(options, world_size)
     if options.backend == "nccl" and (gpus == 0 or options.device == "cpu"):
-        raise ValueError(f"--backend nccl needs GPUs, found {gpus} (and --device {options.device}): use --backend gloo")
+        raise ValueError(f"--backend nccl needs GPUs, found {gpus} (--device {options.device}): use --backend gloo")
     if options.backend == "nccl" and ranks > gpus:
         raise ValueError(f"{ranks} ranks over NCCL need {ranks} GPUs, found {gpus}: use --backend gloo")
     if command == "train":
@@ -214,7 +233,7 @@ def check_job(command: str, options, ranks: int, gpus: int) -> None:
 
 
 def environment(command: str) -> str:
-    """The path of a Python that has torch: PYTHON, or the one of .venv, which is made once."""
+    """The path of a Python that has torch: PYTHON, or the one in .venv, which is created once."""
     if os.environ.get("PYTHON"):
         check_packages(["pytest"] if command in PYTEST else [])
         return sys.executable
@@ -263,20 +282,20 @@ def install(python: Path, requirements: Path) -> None:
     if not os.access(folder if folder.exists() else ROOT, os.W_OK):
         raise ValueError(
             f"cannot write {folder}, where packages would be installed. Set PYTHON to a Python that has torch, or "
-            "clone the project to a folder that you can write to"
+            "clone the project into a folder that you can write to"
         )
     log = folder / "pip.log"
-    print(f"making {folder}, once: torch, Jupyter and some small packages, as requirements.txt has them")
+    print(f"creating {folder}, once, with the packages of requirements.txt: torch, Jupyter and some small ones")
     if sys.platform == "linux" and not os.environ.get("PIP_INDEX_URL") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
         print(CPU_BUILDS)
     sys.stdout.flush()
     if not python.exists() and subprocess.run([sys.executable, "-m", "venv", str(folder)]).returncode:
         raise ValueError("python3 -m venv failed, see above (on Debian and Ubuntu: apt install python3-venv)")
-    print(f"installing, which takes minutes; {log} has what pip does", flush=True)
+    print(f"installing, which takes minutes; pip writes its messages to {log}", flush=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(requirements)]
     # Quiet, so that the advice above stays on the screen while there is time to follow it.
     if subprocess.run([*pip, "--quiet", "--log", str(log)]).returncode:
-        raise ValueError(f"the installation failed, see above and {log}; the next start tries again")
+        raise ValueError(f"the installation failed, see above and {log}. The same command tries again")
 
 
 # What is started.
@@ -323,7 +342,7 @@ def start(line: list[str]) -> int:
 
 
 def replace_by(python: str, *words: str) -> None:
-    """Go on as `python WORDS...`."""
+    """Continue this process as `python WORDS...`."""
     sys.stdout.flush()
     os.execv(python, [python, *words])
 
@@ -346,7 +365,7 @@ def has_jupyter(python: str) -> bool:
 
 def notebooks(python: str, words: list[str]) -> int:
     if not has_jupyter(python):
-        raise ValueError(f"this Python has no Jupyter: {python} -m pip install jupyter")
+        raise ValueError(f"this Python has no Jupyter. Install it: {python} -m pip install jupyter")
     if words[:1] == ["--html"]:
         return html(python, Path(words[1]) if len(words) > 1 else ROOT / "notebooks" / "html")
     if os.getuid() == 0:  # as in most containers; Jupyter asks for it
@@ -356,13 +375,13 @@ def notebooks(python: str, words: list[str]) -> int:
 
 
 def html(python: str, folder: Path) -> int:
-    """Execute the notebooks, and write them as pages into the folder."""
+    """Execute the notebooks, and write them to the folder as HTML pages."""
     folder = folder.resolve()
     files = sorted(map(str, ROOT.glob("notebooks/*.ipynb")))
     convert = [python, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(folder), *files]
     if subprocess.run(convert).returncode:
         raise ValueError(f"a cell has failed, see above. The output in {folder} is not complete")
-    for page in folder.glob("*.html"):  # a notebook links to other ones, and to files of the project: so do the pages
+    for page in folder.glob("*.html"):  # links to other notebooks become links to pages; links to files must still work
         text = re.sub(r'href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"', r'href="\1.html"', page.read_text())
         page.write_text(text.replace('href="../', f'href="{ROOT.as_uri()}/'))
     print(f"written: {folder}")
@@ -370,11 +389,11 @@ def html(python: str, folder: Path) -> int:
 
 
 def check_html(words: list[str]) -> None:
-    """Raise ValueError if `notebooks --html [FOLDER]` is followed by something else, or cannot write."""
+    """Raise ValueError if `notebooks --html [FOLDER]` has more arguments, and OSError if FOLDER cannot be created."""
     if words[:1] != ["--html"]:
         return
     if len(words) > 2 or any(word.startswith("-") for word in words[1:]):
-        raise ValueError(f"--html accepts one folder and nothing else, got {' '.join(words[1:])!r}")
+        raise ValueError(f"--html must be followed by at most one folder, got {' '.join(words[1:])!r}")
     if len(words) == 2:
         Path(words[1]).mkdir(parents=True, exist_ok=True)
 

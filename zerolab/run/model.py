@@ -147,7 +147,7 @@ def sample(forward, prompt: bytes, length: int, config: GPTConfig, seed: int, de
 def preset(name: str) -> GPTConfig:
     """The named shape. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, PRESETS)} There are: {', '.join(PRESETS)}")
+        raise ValueError(f"no preset {name!r}{did_you_mean(name, PRESETS)} Use one of: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -1,8 +1,8 @@
 """Options that several commands have, their types and their checks. Imports only the standard library.
 
-A command's own options are in `*_options.py` beside the command. `arguments()` there takes the words behind the
-command's name (default: this process's) and returns the options. A mistake ends the process with one line and exit
-status 2, before torch is imported.
+A command's own options are in the file `*_options.py` next to the command. Its function `arguments()` accepts the words
+behind the command's name (default: this process's) and returns the options. A mistake ends the process with one line
+and exit status 2, before torch is imported.
 """
 
 import argparse
@@ -15,6 +15,21 @@ from pathlib import Path
 
 from zerolab.run.command_line import Parser, did_you_mean
 from zerolab.run.names import ENGINES, PRESETS
+
+RANKS = """\
+N is the number of ranks, which are the processes that train together. Without N
+there is one rank per GPU, or two ranks if the machine has fewer than two GPUs."""
+ENGINE = "An engine is anything that trains a model on several ranks."
+
+
+def make_parser(usage: str, description: str, examples: str) -> Parser:
+    """The parser of a command. `usage` is the command with its positional arguments.
+
+    --help prints the description above the options and the examples below them, with the line breaks that they have.
+    """
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    return Parser(usage, description=description, epilog=f"examples:\n{examples}", formatter_class=keep_lines)
+
 
 # Types of options: the text that was typed becomes a value, or an error.
 
@@ -54,7 +69,7 @@ def non_negative_float(text: str) -> float:
 def preset(text: str) -> str:
     if text not in PRESETS:
         near = did_you_mean(text, PRESETS)
-        raise argparse.ArgumentTypeError(f"no preset {text!r}{near} There are: {', '.join(PRESETS)}")
+        raise argparse.ArgumentTypeError(f"no preset {text!r}{near} Use one of: {', '.join(PRESETS)}")
     return text
 
 
@@ -68,7 +83,7 @@ def rank_and_seconds(text: str) -> tuple[int, float]:
     """(1, 0.05) from "1:0.05"."""
     found = re.fullmatch(r"(\d+):(\d*\.?\d+)", text)
     if found is None or float(found[2]) > 60:
-        raise argparse.ArgumentTypeError(f"must be a rank and 0 to 60 seconds, such as 1:0.05, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be RANK:SECONDS with 0 to 60 seconds, such as 1:0.05, got {text!r}")
     return int(found[1]), float(found[2])
 
 
@@ -78,17 +93,22 @@ def rank_and_seconds(text: str) -> tuple[int, float]:
 def add_preset(parser, default: str = "tiny") -> None:
     names = ", ".join(PRESETS)
     parser.add_argument(
-        "--preset", type=preset, default=default, help=f"the size of the model: {names} (default {default})"
+        "--preset", type=preset, default=default, help=f"the size of the GPT: {names} (default {default})"
     )
 
 
 def add_seq(parser) -> None:
-    parser.add_argument("--seq", type=positive_int, help="tokens per sequence (default: as many as the preset allows)")
+    parser.add_argument(
+        "--seq",
+        type=positive_int,
+        metavar="TOKENS",
+        help="tokens per sequence (default: the most that the preset allows)",
+    )
 
 
 def add_steps(parser, default: int) -> None:
     parser.add_argument(
-        "--steps", type=positive_int, default=default, help=f"number of training steps (default {default})"
+        "--steps", type=positive_int, default=default, help=f"the number of training steps (default {default})"
     )
 
 
@@ -97,7 +117,8 @@ def add_batch(parser, default: int) -> None:
         "--batch",
         type=positive_int,
         default=default,
-        help=f"sequences that each rank trains on per step (default {default})",
+        metavar="SEQUENCES",
+        help=f"the number of sequences that each rank trains on in a step (default {default})",
     )
 
 
@@ -106,7 +127,9 @@ def add_accumulate(parser) -> None:
         "--accumulate",
         type=positive_int,
         default=1,
-        help="split each batch into this number of micro-batches, each with its own backward (default 1)",
+        metavar="COUNT",
+        help="split each rank's batch into this number of micro-batches, each with its own forward and backward; "
+        "it must divide --batch (default 1)",
     )
 
 
@@ -114,7 +137,7 @@ def add_checkpoint_activations(parser) -> None:
     parser.add_argument(
         "--checkpoint-activations",
         action="store_true",
-        help="do not keep the activations of the blocks, but compute them again in backward",
+        help="do not keep the activations inside the transformer blocks, but compute them again in backward",
     )
 
 
@@ -123,19 +146,25 @@ def add_dtype(parser) -> None:
         "--dtype",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="with bf16, compute and gather in bfloat16 and keep float32 weights (default fp32)",
+        help="with bf16, compute and gather parameters in bfloat16, and keep float32 weights for the optimizer "
+        "(default fp32)",
     )
 
 
 def add_training(parser) -> None:
-    """What is trained on, and how."""
+    """The training text, the learning rate and the seed."""
     parser.add_argument(
-        "--data", type=existing_file, help="the file to train on (default: the sources of Python's standard library)"
+        "--data",
+        type=existing_file,
+        metavar="FILE",
+        help="the file to train on; each byte is a token (default: the source code of Python's standard library)",
     )
     parser.add_argument(
-        "--lr", type=non_negative_float, default=1e-3, help="the learning rate of AdamW (default 0.001)"
+        "--lr", type=non_negative_float, default=1e-3, help="the learning rate of the optimizer (default 0.001)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the weights and the batches (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the seed of the initial weights and of the batches (default 0)"
+    )
 
 
 def add_hardware(parser) -> None:
@@ -144,23 +173,27 @@ def add_hardware(parser) -> None:
         "--backend",
         choices=backends,
         default="auto",
-        help="the library for collectives; auto chooses nccl if each rank has its own GPU (default auto)",
+        help="the library for collectives: nccl for NVIDIA's and AMD's GPUs, xccl for Intel's, gloo for CPUs and for "
+        "ranks that share a GPU; auto chooses (default auto)",
     )
     devices = ("auto", "cpu", "cuda", "xpu")
     parser.add_argument(
         "--device",
         choices=devices,
         default="auto",
-        help="where to compute; AMD's GPUs are also called cuda (default auto)",
+        help="where to compute: cuda is NVIDIA's and AMD's GPUs, xpu is Intel's; auto uses the GPUs if there are any "
+        "(default auto)",
     )
     parser.add_argument(
-        "--anyway", action="store_true", help="start even if there does not seem to be enough free memory"
+        "--anyway", action="store_true", help="start even if the ranks seem to need more memory than is free"
     )
 
 
-def add_engines(parser) -> None:
+def add_engines(parser, default: tuple[str, ...]) -> None:
     parser.add_argument(
-        "--engines", metavar="NAME,NAME", help="run only these engines; an unknown name prints the list of names"
+        "--engines",
+        metavar="NAME,NAME",
+        help=f"use only these engines; an unknown name prints the list of all names (default: {', '.join(default)})",
     )
 
 
@@ -170,34 +203,34 @@ def add_engine_file(parser) -> None:
         metavar="FILE.py",
         action="append",
         default=[],
-        help="a file with your own engine, see docs/your-engine.md; can be given several times",
+        help="also use the engine in this file, which docs/your-engine.md describes; the option can be repeated",
     )
 
 
-def add_json(parser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+def add_json(parser, text: str = "also write the results to this file, as JSON") -> None:
+    parser.add_argument("--json", metavar="FILE", help=text)
 
 
 # Checks of several options together.
 
 
 def check_engines(parser: Parser, options: argparse.Namespace, runs: Iterable[str] = ENGINES) -> list[str]:
-    """Whether --engines names engines that the command `runs`, and --engine-file files.
+    """Check that --engines has only names of engines that the command `runs`, and that --engine-file has files.
 
-    Returns the names that are possible: `runs`, and those of the files.
+    Returns the names that are possible: `runs`, and the names of the files.
     """
     known = list(runs)
     for given in getattr(options, "engine_file", []):
         path = Path(given)
         if path.suffix != ".py" or not path.is_file():
             parser.error(
-                f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is not"
+                f"--engine-file {given}: it must be a file whose name ends in .py, and {path.resolve()} is not one"
             )
         known.append(path.stem)
     if options.engines is not None:
         names = split(options.engines)
         if not names:
-            parser.error(f"--engines is empty. Pass some of these: {', '.join(known)}")
+            parser.error(f"--engines is empty. Use one or more of: {', '.join(known)}")
         for name in names:
             check_name(parser, name, known)
     return known
@@ -209,17 +242,18 @@ def split(names: str) -> list[str]:
 
 
 def check_name(parser: Parser, name: str, known: list[str]) -> None:
+    """End the command with one line if `name` is not one of the `known` engines."""
     if name not in known:
-        parser.error(f"no engine {name!r}{did_you_mean(name, known)} There are: {', '.join(known)}")
+        parser.error(f"no engine {name!r}{did_you_mean(name, known)} Use one or more of: {', '.join(known)}")
 
 
 def check_seq(parser: Parser, options: argparse.Namespace) -> None:
-    """Without --seq it is all that the preset has."""
+    """Fill in the default of --seq, and check that the preset allows it."""
     most = PRESETS[options.preset]["seq"]
     if options.seq is None:
         options.seq = most
     if options.seq > most:
-        parser.error(f"--seq {options.seq}, but preset {options.preset} has {most} positions at most")
+        parser.error(f"--seq {options.seq} is too long: preset {options.preset} allows {most} tokens at most")
 
 
 def check_batch(parser: Parser, options: argparse.Namespace) -> None:
@@ -228,9 +262,10 @@ def check_batch(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Raise ValueError for a file that cannot be written, before the work that it is for.
+    """Raise ValueError if a file cannot be written, before the measurements whose results it is for.
 
-    The file is opened, because permissions are not the only reason, and left unchanged. Ranks do not ask again.
+    The check opens the file, because permissions are not the only reason for failure, and leaves it unchanged. The
+    launcher checks it once, and the ranks do not check it again.
     """
     if path is None or "RANK" in os.environ:
         return
@@ -244,9 +279,9 @@ def check_writable(option: str, path: str | None) -> None:
 
 
 def check_folder(folder: Path, instead: str) -> None:
-    """Raise ValueError if no file can be written into `folder`, which may not exist yet. Leaves everything as it was.
+    """Raise ValueError if no file can be written into `folder`, which may not exist yet. Nothing is left behind.
 
-    `instead` is the option that names another place.
+    `instead` is the option with which users choose a different place.
     """
     if "RANK" in os.environ:
         return
@@ -279,15 +314,15 @@ def check_world_size(options: argparse.Namespace, world_size: int) -> None:
 
 
 def timeout() -> float:
-    """ZERO_TIMEOUT, the seconds in which all ranks must join a collective. Raises ValueError."""
+    """ZERO_TIMEOUT: the seconds that a rank waits in a collective for the other ranks. Raises ValueError."""
     given = os.environ.get("ZERO_TIMEOUT", "120")
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", given) or not 0 < float(given) <= 1e6:
-        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0, a million at most, got {given!r}")
+        raise ValueError(f"ZERO_TIMEOUT must be a number of seconds above 0 and at most 1,000,000, got {given!r}")
     return float(given)
 
 
 def machines() -> int:
-    """NNODES, the number of machines; the larger number of NNODES=1:2. Raises ValueError."""
+    """NNODES: the number of machines, or the larger number of a range such as 1:2. Raises ValueError."""
     given = os.environ.get("NNODES") or "1"
     if not re.fullmatch("([0-9]+:)?[0-9]+", given):
         raise ValueError(f"NNODES must be a number of machines, such as 2, or a range, such as 1:2, got {given!r}")

@@ -6,26 +6,40 @@ import shlex
 import sys
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
 from zerolab.run.names import CHAPTERS
 from zerolab.run.shared_options import (
+    RANKS,
     add_dtype,
     add_hardware,
     add_preset,
     add_steps,
     add_training,
+    make_parser,
     positive_int,
 )
 
+DESCRIPTION = f"""\
+Trains a GPT with one of the ZeRO stages and saves checkpoints. It prints the
+losses and, at the end, text that the model writes. If the run crashes or is
+stopped, the same command resumes it from the last checkpoint. You may then change
+STAGE and N.
+
+{RANKS}"""
+EXAMPLES = """\
+  ./launch.sh train zero3 2
+  ./launch.sh train zero2 4 --preset small --steps 1000 --folder runs/small"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "train STAGE [N]",
-        description="Trains a GPT on N ranks and saves checkpoints. Run the same command again to resume.",
-    )
-    parser.add_argument("stage", metavar="STAGE", choices=CHAPTERS, help=", ".join(CHAPTERS))
+    parser = make_parser("train STAGE [N]", DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--folder", type=Path, help="where the checkpoints and losses.jsonl are written (default runs/STAGE-PRESET)"
+        "stage", metavar="STAGE", choices=CHAPTERS, help=f"the stage that trains: {', '.join(CHAPTERS)}"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="the folder for the checkpoints and for losses.jsonl, which has the loss of each step "
+        "(default runs/STAGE-PRESET)",
     )
     add_preset(parser)
     add_steps(parser, 200)
@@ -33,26 +47,29 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--global-batch",
         type=positive_int,
         default=8,
-        help="sequences per step of all ranks together (default 8)",
+        metavar="SEQUENCES",
+        help="the number of sequences in a step, on all ranks together (default 8)",
     )
     parser.add_argument(
         "--optimizer",
         choices=("adamw", "muon"),
         default="adamw",
-        help="with muon, Muon trains the matrices of the blocks and AdamW trains the rest (default adamw)",
+        help="with adamw, AdamW trains all parameters; with muon, Muon trains the matrices of the transformer blocks "
+        "and AdamW all other parameters (default adamw)",
     )
     add_dtype(parser)
     parser.add_argument(
         "--save-every",
         type=positive_int,
         default=50,
-        help="how many steps are between two checkpoints (default 50)",
+        metavar="STEPS",
+        help="the number of steps from one checkpoint to the next (default 50)",
     )
     parser.add_argument(
         "--tensorboard",
         type=Path,
         metavar="DIR",
-        help="also write losses and learning rates to this folder, for TensorBoard",
+        help="also write the losses and learning rates to this folder, in the format of TensorBoard",
     )
     add_training(parser)
     add_hardware(parser)
@@ -61,5 +78,5 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         options.folder = Path(f"runs/{options.stage}-{options.preset}")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         install = f"{shlex.quote(sys.executable)} -m pip install tensorboard"
-        parser.error(f"--tensorboard needs the package tensorboard, which is not installed: {install}")
+        parser.error(f"--tensorboard needs the package tensorboard, which is not installed. Run {install}")
     return options

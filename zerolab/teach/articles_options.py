@@ -5,23 +5,26 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
-from zerolab.run.shared_options import (
-    add_json,
-    check_writable,
-)
+from zerolab.run.shared_options import add_json, check_writable, make_parser
+
+DESCRIPTION = """\
+Measures the claims of five articles about ZeRO and FSDP, and prints for each claim
+whether it holds, does not hold, or holds on a condition."""
+EXAMPLES = """\
+  ./launch.sh articles
+  ./launch.sh articles --article frameworks --only memory"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("articles", description="Measures what five articles claim, and prints which of the claims hold.")
+    parser = make_parser("articles", DESCRIPTION, EXAMPLES)
     names = ("multiple_gpus", "sharding_state", "frameworks", "scaling", "wordpress")
-    parser.add_argument("--article", choices=names, help="measure only the claims of this article")
+    parser.add_argument("--article", choices=names, help="measure only the claims of this article (default: of all)")
     parser.add_argument(
         "--only",
         nargs="+",
         default=[""],
         metavar="TEXT",
-        help="measure only the claims whose name or sentence contains a TEXT",
+        help="measure only the claims whose name or text contains one of these texts",
     )
     add_json(parser)
     options = parser.parse_args(argv)

@@ -3,44 +3,61 @@
 import argparse
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
 from zerolab.run.names import EXERCISES
 from zerolab.run.shared_options import (
     check_writable,
     machines,
+    make_parser,
     positive_int,
 )
 
+DESCRIPTION = """\
+Tests your exercise, and prints for each blank that it passed, or what the test
+expected and found. A blank is a function whose code you write."""
+EXAMPLES = """\
+  ./launch.sh check zero2
+  ./launch.sh check zero2 --hint       # and one hint for the blank to work on"""
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "check NAME [N]",
-        description="Checks your exercise: prints for each blank that it passed, or what was expected and found.",
-    )
-    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=", ".join(EXERCISES))
+    parser = make_parser("check NAME [N]", DESCRIPTION, EXAMPLES)
+    parser.add_argument("name", metavar="NAME", choices=EXERCISES, help=f"the exercise: {', '.join(EXERCISES)}")
     parser.add_argument(
-        "ranks", nargs="?", metavar="N", type=positive_int, help="the number of ranks, 2 or more (default 3)"
+        "ranks",
+        nargs="?",
+        metavar="N",
+        type=positive_int,
+        help="the number of ranks (processes), 2 or more (default 3)",
     )
     parser.add_argument(
         "--hint",
         action="count",
         default=0,
-        help="print the next hint for the first blank that failed, or if none failed, for the first that is not "
-        "written yet; --hint --hint prints two hints",
+        help="also print the next hint for the first blank that failed, or for the first unwritten blank if none "
+        "failed; --hint --hint prints two hints",
     )
-    parser.add_argument("--file", type=Path, help="check this file instead of exercises/NAME.py")
+    parser.add_argument("--file", type=Path, help="the file to test (default exercises/NAME.py)")
     parser.add_argument(
         "--folder",
         type=Path,
-        help="check all Python files in this folder, and print a table of points; the exit status is 0",
+        help="test all Python files in this folder, and print a table of points; the exit status is then always 0",
     )
     parser.add_argument(
-        "--seconds", type=positive_int, default=20, help="how long a rank may wait for another rank (default 20)"
+        "--seconds",
+        type=positive_int,
+        default=20,
+        help="the time that a rank may wait for another rank, in seconds (default 20)",
     )
     parser.add_argument(
-        "--limit", type=positive_int, default=300, help="how many seconds the check of one file may take (default 300)"
+        "--limit",
+        type=positive_int,
+        default=300,
+        metavar="SECONDS",
+        help="the time that the tests of one file may take, in seconds (default 300)",
     )
-    parser.add_argument("--junit", help="write the results to this file, in the XML format of JUnit")
+    parser.add_argument(
+        "--junit", metavar="FILE", help="also write the results to this file, in the XML format of JUnit"
+    )
     options = parser.parse_args(argv)
     if machines() != 1:
         parser.error("check runs on one machine: unset NNODES")

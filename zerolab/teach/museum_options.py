@@ -3,24 +3,36 @@
 import argparse
 from pathlib import Path
 
-from zerolab.run.command_line import Parser
+from zerolab.run.shared_options import make_parser
+
+DESCRIPTION = """\
+Lists the museum of bugs, which are ZeRO stages with one mistake each. With NUMBER it
+trains with this bug and with the correct code, and prints the losses and bytes of both,
+so that you can look for the mistake."""
+EXAMPLES = """\
+  ./launch.sh bug                      # the list
+  ./launch.sh bug 7
+  ./launch.sh bug 7 --answer"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "bug [NUMBER [N]]",
-        description="The museum of bugs: lists them, or runs bug NUMBER next to the correct stage.",
-    )
-    parser.add_argument("number", nargs="?", help="the number of a bug")
+    parser = make_parser("bug [NUMBER [N]]", DESCRIPTION, EXAMPLES)
+    parser.add_argument("number", metavar="NUMBER", nargs="?", help="the number of the bug in the list")
     parser.add_argument(
-        "ranks", metavar="N", nargs="?", type=int, default=2, help="the number of ranks, 2 to 16 (default 2)"
+        "ranks",
+        metavar="N",
+        nargs="?",
+        type=int,
+        default=2,
+        help="the number of ranks (processes), 2 to 16 (default 2)",
     )
     for name, what in (
-        ("clue", "the symptom, and a question to think about"),
-        ("hint", "which method to look at"),
-        ("answer", "what is wrong, why it goes unnoticed, and the code"),
+        ("clue", "the symptom of bug NUMBER, and a question to think about"),
+        ("hint", "the method to look at"),
+        ("answer", "the mistake, the reason why it goes unnoticed, and the code"),
     ):
-        parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=f"print {what}")
+        help_text = f"run nothing, and print {what}"
+        parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=help_text)
     options = parser.parse_args(argv)
     numbers = numbers_of_bugs()
     if options.number is None and options.asked:
