@@ -14,7 +14,7 @@ often each engine was correct, raised a clear error, or gave wrong results.
 {ENGINE}"""
 EXAMPLES = """\
   ./launch.sh conform                  # the chapters, our engines and PyTorch's
-  ./launch.sh conform my_engine.py ddp
+  ./launch.sh conform zero2.py zero2     # a chapter, and the engine that extends it
   ./launch.sh conform zero3 3 --only clip"""
 
 
