@@ -377,7 +377,7 @@ class Meter(TorchDispatchMode):
         self.trace = trace
         self.labels = []  # (open `record_function` label, bytes of whole parameters and gradients at its beginning)
         self.most_parameters = self.most_gradients = 0  # bytes of whole ones, at any operation so far
-        self.at_update = {}  # the bytes that this rank holds while the optimizer updates its shards
+        self.at_update = {}  # the bytes that this rank holds when step 4 has updated its shards
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -627,11 +627,11 @@ def refuse_zero_grad(set_to_none=True):
 #     peak          8Ψ + 8Ψ/N + the largest gradient, on its way into the bucket, without activations
 #     sent          2Ψ all-reduce + Ψ all-gather = 3Ψ per rank and step. DDP sends 2Ψ
 #
-# *Held* is what a rank has while step 4 updates the shards, when the activations and the buffers of backward are gone.
-# The peak leaves out the activations, which forward keeps for backward, and the optimizer's temporary tensors. On a CPU
-# AdamW makes three as large as the largest bucket's shard (2% of the demo's peak on two ranks). On a GPU its default
-# (`foreach`) makes one as large as all shards together. With `fused=True` there are none. Then the formula is exact to
-# 1% for the demo on 2, 4 and 8 ranks, with a batch of one.
+# *Held* is what a rank has at step 4, when the activations and the buffers of backward are gone. The demo measures it
+# when the shards have just been updated. The peak leaves out the activations, which forward keeps for backward, and the
+# optimizer's temporary tensors. On a CPU AdamW makes three as large as the largest bucket's shard (2% of the demo's
+# peak on two ranks). On a GPU its default (`foreach`) makes one as large as all shards together. With `fused=True`
+# there are none. Then the formula is exact to 1% for the demo on 2, 4 and 8 ranks, with a batch of one.
 #
 # Everything that is sent has a factor (N-1)/N, which all chapters leave out. An all-reduce sends 2Ψ, because it is a
 # reduce-scatter and an all-gather. The paper claims 2Ψ in all for this stage (section 7), which is possible only with a

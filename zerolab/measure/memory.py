@@ -128,7 +128,7 @@ def all_tables(results: dict) -> str:
     ran = {name: row for name, row in engines.items() if "out_of_memory" not in row}
     lines = [f"GPT {results['preset']}: Ψ = {parameters:,} parameters, {4 * parameters / size:.3f} {unit} in float32"]
     lines += ["", *gpu_lines(engines)]
-    held = f"Held by one rank with the gradients of a finished backward, {unit}"
+    held = f"Held by one rank right before the update, {unit}"
     lines += ["", f"{held}, and {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
     lines += state_table(ran, results["dtype"], unit, size)

@@ -107,8 +107,9 @@ class GPT(nn.Module):
 def initialize(name: str, tensor: torch.Tensor, seed: int = 0) -> None:
     """Fill the GPT's parameter `name` in place: biases 0, norms 1, all else normal with deviation 0.02.
 
-    Seeded per name: the same values in whatever order, on whatever device and rank the parameters are made, so
-    `ZeRO3(model_on_meta, ..., init_fn=partial(initialize, seed=0))` starts from the weights of `GPT(config, seed=0)`.
+    Seeded per name: the same values in whatever order, on whatever device and rank the parameters are made. So
+    `ZeRO3Engine(model_on_meta, ..., init_fn=partial(initialize, seed=0))` starts from the weights of
+    `GPT(config, seed=0)`.
     """
     if name.endswith("bias"):
         tensor.zero_()
