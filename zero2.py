@@ -23,7 +23,7 @@ Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 g
 all-gather of step 5 together send as much as DDP's all-reduce, because an all-reduce is one of each.
 
 Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses equal ZeRO-1's, and fewer gradients are whole.
-Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_2`.
+Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", "ZeRO-2: Gradient Partitioning".
 """
 
 import weakref

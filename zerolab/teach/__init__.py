@@ -1,5 +1,5 @@
 """Teach: exercises and their check, the museum of bugs, the articles' claims, what changes between the chapters.
 
-May import everything except extra/ and tests/. The notebooks, extra/ and tests/ import it. zerolab/run/launch.py imports
-only the options of its commands, when one of them is started.
+May import everything except extra/ and tests/. The notebooks, extra/ and tests/ import it, and zerolab/run/launch.py
+imports the options of its commands.
 """
