@@ -155,7 +155,7 @@ HELD = """\
 Params, grads, optim: what a rank holds after the gradients are reduced and before the optimizer's step. Of an engine
 with several optimizers only `engine.optimizer` is counted, unless the engine has `held_tensors()`."""
 NO_RESHARD = """\
-fsdp2_no_reshard keeps the parameters gathered only from forward to the end of backward, and 1/N of them otherwise: it
+fsdp2_no_reshard keeps a unit's parameters gathered only from its forward to its backward, and 1/N of them otherwise: it
 is not quite ZeRO-2."""
 MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
 what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
