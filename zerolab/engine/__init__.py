@@ -1,7 +1,8 @@
 """The second half of the lesson: what real training adds to a chapter, one idea per file.
 
 `ZeRO1Engine`, `ZeRO2Engine` and `ZeRO3Engine` are the chapters plus options. Without options an engine does what its
-chapter does, to the bit, to the byte and in the same collectives.
+chapter does, to the bit and in the same collectives. It holds the same bytes, except for the optimizer's step counters,
+of which it has one per piece of a parameter (groups.py).
 
 | file | the idea | used in |
 |---|---|---|
