@@ -1,7 +1,7 @@
 """The referee: trains one GPT on one text under every engine, and compares losses, memory, traffic and step times.
 
-An engine is anything that trains a model on several ranks. These are compared by default, but for the last two, which
-run only on request, as zero1_2psi and DeepSpeed's stages do:
+An engine is anything that trains a model, usually on several ranks. These are compared by default, but for the last
+two, which run only on request, as zero1_2psi and DeepSpeed's stages do:
 
     single                      one process on the batches of all ranks together: what the others must equal
     ddp                         DistributedDataParallel(gradient_as_bucket_view=True)
