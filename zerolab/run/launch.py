@@ -108,7 +108,7 @@ COMMANDS = {
     "plan": Command("extra.planner", "extra.planner.parser"),
 }
 OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
-PYTEST = ["test", "conform"]  # commands that run pytest
+PYTEST = ["test", "conform", "check"]  # commands that run pytest
 DEFAULT = """\
 Without a command, ./launch.sh runs compare: it trains a small GPT with DDP, our ZeRO stages and FSDP2, and compares
 their losses, memory and step times. This takes a few minutes on two CPU cores, and with --quick less than one. To stop
