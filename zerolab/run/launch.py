@@ -111,7 +111,7 @@ OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
 PYTEST = ["test", "conform", "check"]  # commands that run pytest
 DEFAULT = """\
 Without a command, ./launch.sh runs compare: it trains a small GPT with DDP, our ZeRO stages and FSDP2, and compares
-their losses, memory and step times. This takes a few minutes on two CPU cores, and with --quick less than one. To stop
+their losses, memory and step times. This takes two minutes on two CPU cores, and with --quick less than one. To stop
 it, press Ctrl-C. ./launch.sh help lists all commands."""
 CPU_BUILDS = """\
 The usual build of torch includes NVIDIA's libraries, 5 GB in all. If you have no NVIDIA GPU, you can save 3.5 GB: press
