@@ -19,7 +19,7 @@ from zerolab.run.names import ENGINES, PRESETS
 RANKS = """\
 N is the number of ranks, which are the processes that train together. Without N
 there is one rank per GPU, or two ranks if the machine has fewer than two GPUs."""
-ENGINE = "An engine is anything that trains a model on several ranks."
+ENGINE = "An engine is anything that trains a model, such as DDP."
 
 
 def make_parser(usage: str, description: str, examples: str) -> Parser:
