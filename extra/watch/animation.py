@@ -13,7 +13,6 @@ COLOURS = 40
 SMALL = 1_000_000  # bytes
 # An animation shows the memory and the code. The rest of the page is hidden.
 TRIM = """
-document.querySelector(".way").style.minHeight = "1.9em";
 const spare = "header label, nav, #scrub, #legend, #time, footer";
 document.querySelectorAll(spare).forEach((element) => { element.hidden = true; });
 document.querySelector("h1").textContent = `${watch.rec.title}: a recorded training step, ${watch.rec.ranks} ranks`;

@@ -4,9 +4,8 @@ The page computes everything that it shows from it.
 """
 
 from bisect import bisect_left
-from pathlib import Path
 
-from extra.watch.lines import CHAPTERS, idle_lines
+from extra.watch.blocks import FILES, Block, blocks_of, innermost
 from extra.watch.weight_versions import versions_by_cell
 from zerolab.measure.ledger import PARTS
 from zerolab.measure.traffic import sent_bytes
@@ -34,9 +33,9 @@ events               [time, rank, what, subject, more]; `what` is
                        updated   the optimizer has written the new weights
                        over      the step is over
                        error     subject: what was raised
-lines                for each event an index into `ways`, or -1 where no chapter is at work
-ways                 [chapter, line] of each call that led to an event, the outermost first: 3 for zero3.py
-chapters, idle       {chapter: its source} of those that are at work, and [first, last] of the lines that no step runs
+labelled             for each event an index into `blocks`, or -1 if no label of a chapter is open
+blocks               of a label: [chapter, function, first line, last line] of each place that has it
+chapters             {chapter: its source} of those that have such lines: 3 for zero3.py
 Times are microseconds since the first rank began. Times before that are 0.
 """
 
@@ -50,11 +49,11 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
     def at(seconds: float) -> int:
         return max(0, round((seconds - origin) * 1e6))
 
-    with_ways, changes, work, waits, looks, updates = [], [], [], [], [], []
+    with_labels, changes, work, waits, looks, updates = [], [], [], [], [], []
     for seen in ranks:
-        with_ways += _events(seen, at)
-    with_ways.sort(key=lambda pair: pair[0][:2])
-    events = [event for event, _ in with_ways]
+        with_labels += _events(seen, at)
+    with_labels.sort(key=lambda pair: pair[0][:2])
+    events = [event for event, _ in with_labels]
     times = [event[0] for event in events]
     for seen in ranks:
         changes += _changes(seen, at, times)
@@ -79,7 +78,7 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
         "versions": _versions(versions_by_cell(looks, updates)),
         "live": [_live(seen, at, times) for seen in ranks],
         "events": events,
-        **_code(ranks, [way for _, way in with_ways]),
+        **_code(blocks_of(ranks[0]["chapter"]), [labels for _, labels in with_labels]),
     }
 
 
@@ -121,48 +120,41 @@ def _collectives(ranks: list[dict], at) -> list[dict]:
 
 
 def _events(seen: dict, at) -> list[tuple[list, list]]:
-    """(event, the calls that led to it)."""
+    """(event, the labels that were open). A collective that ends in the background belongs to no label."""
     rank, events = seen["rank"], []
     end = 0.0
-    for name, begins, ends, way in seen["steps"]:
+    for name, begins, ends, labels in seen["steps"]:
         if begins >= end:  # not inside another one
-            events.append(([at(begins), rank, "step", name], way))
+            events.append(([at(begins), rank, "step", name], labels))
             end = ends
     events += [
-        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], way) for begins, unit, step, way in seen["computations"]
+        ([at(begins), rank, "compute", unit, PHASES[step[:1]]], labels)
+        for begins, unit, step, labels in seen["computations"]
     ]
     for index, (_, _, _, _, begins, ends, _, _, issued, ended) in enumerate(seen["collectives"]):
         events.append(([at(begins), rank, "issue", index], issued))
         if not seen["error"] or ends < seen["ends"]:
             waited = any(which == index and start <= ends <= stop for start, stop, which in seen["waits"])
-            events.append(([at(ends), rank, "end", index, int(waited)], ended))
-    for moment, row, column, _, _, freed, nbytes, way in seen["changes"]:
+            events.append(([at(ends), rank, "end", index, int(waited)], ended if waited else []))
+    for moment, row, column, _, _, freed, nbytes, labels in seen["changes"]:
         if freed and moment:
-            events.append(([at(moment), rank, "free", row, [column, nbytes]], way))
+            events.append(([at(moment), rank, "free", row, [column, nbytes]], labels))
     if seen["updated"] is not None:
-        events.append(([at(seen["updated"]), rank, "updated"], seen["updated_at"]))
+        events.append(([at(seen["updated"]), rank, "updated"], seen["updated_under"]))
     last = ("error", seen["error"]) if seen["error"] else ("over",)
-    events.append(([at(seen["ends"]), rank, *last], seen["raised_at"]))
+    events.append(([at(seen["ends"]), rank, *last], []))
     return events
 
 
-def _code(ranks: list[dict], all_ways: list) -> dict:
-    """The lines of the chapters: of each event, and those that no step runs."""
-    ways, lines = {}, []
-    for way in all_ways:
-        key = tuple(map(tuple, way))
-        lines.append(ways.setdefault(key, len(ways)) if key else -1)
-    ran = {tuple(place) for seen in ranks for place in seen["lines"]}
-    traced = bool(ran)
-    ran.update(place for way in ways for place in way)
-    sources = {number: Path(file).read_text(encoding="utf-8") for file, number in CHAPTERS.items()}
-    at_work = sorted({chapter for chapter, _ in ran})
-    idle = {}
-    for chapter in at_work:
-        here = {line for which, line in ran if which == chapter}
-        idle[str(chapter)] = idle_lines(sources[chapter], here) if traced else []
-    return {"lines": lines, "ways": [*ways], "chapters": {str(chapter): sources[chapter] for chapter in at_work},
-            "idle": idle}  # fmt: skip
+def _code(blocks: list[Block], all_labels: list[list[str]]) -> dict:
+    """The chapters' lines with the innermost label of each event."""
+    places, labelled = {}, []
+    for labels in all_labels:
+        found = tuple((block.chapter, block.function, block.first, block.last) for block in innermost(labels, blocks))
+        labelled.append(places.setdefault(found, len(places)) if found else -1)
+    chapters = sorted({chapter for found in places for chapter, *_ in found})
+    sources = {str(chapter): FILES[chapter].read_text(encoding="utf-8") for chapter in chapters}
+    return {"labelled": labelled, "blocks": [*places], "chapters": sources}
 
 
 def _changes(seen: dict, at, times: list[int]) -> list[list]:

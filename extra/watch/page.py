@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("state.js", "lines.js", "words.js", "picture.js", "lanes.js", "code.js", "player.js")
+SCRIPTS = ("state.js", "source.js", "words.js", "picture.js", "lanes.js", "code.js", "player.js")
 
 
 def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "") -> str:

@@ -53,7 +53,7 @@ const watch = {
       $("run").value = run;
       this.picture = new Picture($("picture"), rec);
       this.lanes = new Lanes($("lanes"), rec, (time) => this.goToTime(time));
-      this.code = new Code($("code"), rec, (k) => this.go(k));
+      this.code = new Code($("code"), rec);
       $("scrub").max = rec.events.length - 1;
       $("about").textContent = [rec.about.model, `${rec.ranks} rank${rec.ranks > 1 ? "s" : ""}`, rec.about.hardware,
         rec.about.torch && `torch ${rec.about.torch}`].filter(Boolean).join("; ");
@@ -73,15 +73,13 @@ const watch = {
     for (const id of ["second", "below"]) $(id).hidden = !rec;
     const lanes = rec && new Lanes($("lanes2"), rec, () => {});
     $("code2").hidden = !rec;
-    // A line of the other engine leads to its own event, and this engine goes to the same moment.
-    const onEvent = (k) => this.go(sameMoment(rec, k, this.rec), false, k);
-    this.beside = rec ? { rec, lanes, picture: new Picture($("picture2"), rec), code: new Code($("code2"), rec, onEvent) } : null;
+    this.beside = rec ? { rec, lanes, picture: new Picture($("picture2"), rec), code: new Code($("code2"), rec) } : null;
     $("title2").textContent = $("title3").textContent = rec ? rec.title : "";
     if (this.rec) this.go(this.k);
   },
 
   // To event k. Everything on the page follows from it.
-  go(k, keepTime = false, otherEvent = null) {
+  go(k, keepTime = false) {
     const { rec } = this;
     this.k = Math.max(0, Math.min(rec.events.length - 1, Math.round(k)));
     this.state = stateAt(rec, this.k);
@@ -92,7 +90,7 @@ const watch = {
     $("rank").value = this.rank;
     this.code.draw(this.k, this.rank);
     if (this.beside) {
-      const other = otherEvent ?? sameMoment(rec, this.k, this.beside.rec);
+      const other = sameMoment(rec, this.k, this.beside.rec);
       this.beside.code.draw(other, Math.min(this.rank, this.beside.rec.ranks - 1));
       const state = stateAt(this.beside.rec, other);
       this.beside.picture.draw(state);
@@ -157,7 +155,6 @@ const watch = {
     $("question").hidden = false;
     $("asked").textContent = asked.text;
     $("verdict").textContent = "";
-    $("answers").classList.toggle("lines", asked.lines);
     $("answers").replaceChildren(...asked.answers.map((text, i) => {
       const button = document.createElement("button");
       button.textContent = `${i + 1}  ${text}`;
@@ -241,8 +238,6 @@ const watch = {
       " ": () => this.play(),
       a: () => this.askFirst(!$("ask").checked),
       t: () => { $("pace").value = $("pace").value === "beat" ? "time" : "beat"; },
-      n: () => this.sameLine(1),
-      p: () => this.sameLine(-1),
       e: () => this.next(1),
       E: () => this.next(-1),
       r: () => this.follow((this.rank + 1) % this.rec.ranks),
@@ -257,12 +252,6 @@ const watch = {
     if (choosing || (pressing && key === " ")) return;
     event.preventDefault();
     actions[key]();
-  },
-
-  // To the next event of the running line.
-  sameLine(by) {
-    const k = this.code.place ? this.code.next(...this.code.place, by) : null;
-    if (k !== null) this.go(k);
   },
 
   follow(rank) {

@@ -1,6 +1,5 @@
-"""The recording of one rank: where its bytes are, what it computes, sends and waits for, and the running line."""
+"""The recording of one rank: where its bytes are, what it computes, sends and waits for, under which labels."""
 
-import contextlib
 import time
 from functools import partial
 
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from extra.watch.cell_ledger import CellLedger
-from extra.watch.lines import Calls, calls, calls_of_error, lines_that_run
 from extra.watch.recordable import Recordable
 from extra.watch.rows_of_cells import Row
 from extra.watch.weight_versions import WeightVersions
@@ -21,40 +19,45 @@ from zerolab.run.process_group import World
 class RecordingLedger(CellLedger, Listener):
     """A `CellLedger` that also samples the weights: when a unit computes, is gathered or updated, and at the end.
 
-    It also keeps the calls that led to each event of the timeline, to the update, and to each storage that is freed.
+    It also keeps the `record_function` labels that were open at each event of the timeline, at the update, and when a
+    storage was freed.
     """
 
     def __init__(self, *args):
-        self.freed_at: dict[int, Calls] = {}  # index among the ledger's events
+        self.freed_under: dict[int, list[str]] = {}  # index among the ledger's events -> labels
+        self._timeline: Timeline | None = None
         super().__init__(*args)
+
+    def labels(self) -> list[str]:
+        return [] if self._timeline is None else self._timeline.labels
 
     def _note(self, number: int, nbytes: int) -> None:
         super()._note(number, nbytes)
         if not nbytes:
-            self.freed_at[len(self._events) - 1] = calls()
+            self.freed_under[len(self._events) - 1] = self.labels()
 
     def start(self, timeline: Timeline) -> None:
         """The recorded step begins now, with `timeline` open."""
         self.clock, self.versions = timeline.now, WeightVersions(self.rank)
-        self.updated, self.updated_at = None, ()
+        self.updated, self.updated_under = None, []
         self.units = units_of(self.rows, unit_names(self._engine.model))
-        self.computations: list[tuple] = []  # (moment, unit, step, calls) of each computation
-        self.began_at: dict[int, Calls] = {}  # id of a step's span
-        self.issued_at: list[Calls] = []  # of each collective
-        self.ended_at: dict[int, Calls] = {}  # index of a collective
+        self.computations: list[tuple] = []  # (moment, unit, step, labels) of each computation
+        self.began_under: dict[int, list[str]] = {}  # id of a step's span -> labels
+        self.issued_under: list[list[str]] = []  # of each collective
+        self.ended_under: dict[int, list[str]] = {}  # index of a collective -> labels
         self._timeline = timeline
         optimizer = optimizer_of(self._engine)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._after_update()))
         self._look(range(len(self.rows)))
 
     def step_begins(self, step: Span, depth: int) -> None:
-        self.began_at[id(step)] = calls()
+        self.began_under[id(step)] = self.labels()
 
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
-        self.issued_at.append(calls())
+        self.issued_under.append(self.labels())
 
     def ended(self, collective: Span) -> None:
-        self.ended_at[collective.number] = calls()
+        self.ended_under[collective.number] = self.labels()
 
     def waited(self, collective: Span) -> None:
         self._look(self._gathered([collective]))
@@ -62,7 +65,7 @@ class RecordingLedger(CellLedger, Listener):
     def computes(self, unit: str, step: str) -> None:
         if self.computations and self.computations[-1][1:3] == (unit, step):
             return  # it continues after a collective
-        self.computations.append((self.clock(), unit, step, calls()))
+        self.computations.append((self.clock(), unit, step, self.labels()))
         under_way = self._gathered(self._timeline.under_way())  # these weights are not complete yet
         self._look(row for row in self.units.get(unit, ()) if row not in under_way)
 
@@ -81,7 +84,7 @@ class RecordingLedger(CellLedger, Listener):
             self.versions.look(self.rows[row], moment or self.clock())
 
     def _after_update(self) -> None:
-        self.updated, self.updated_at = self.clock(), calls()
+        self.updated, self.updated_under = self.clock(), self.labels()
         self._look(range(len(self.rows)), self.updated)
 
 
@@ -114,18 +117,15 @@ def record(run: Recordable, world: World, tries: int = 1) -> dict:
     seconds of the host's `time.perf_counter`. An exception inside the step is recorded as "error".
     """
     tries = 1 if run.once else tries
-    loop, seen, lines = run.loop(world, run.warm_up + tries), [], set()
+    loop, seen = run.loop(world, run.warm_up + tries), []
     with RecordingLedger(None, world.rank, world.world_size) as memory:
         engine = loop.build()
         for number in range(run.warm_up):
             memory.start_step(engine)
-            # In the last step before the recorded one, because a trace makes a step slow.
-            last = number == run.warm_up - 1
-            with lines_that_run(lines) if last else contextlib.nullcontext():
-                loop.step(engine, number)
+            loop.step(engine, number)
         for number in range(run.warm_up, run.warm_up + tries):
             seen.append(_one_step(partial(loop.step, engine, number), engine, memory, world))
-            seen[-1]["lines"] = sorted(lines)
+            seen[-1]["chapter"] = run.chapter
     if tries == 1:
         return seen[0]  # it may have failed, and then the ranks cannot use a collective any more
     taken = process_group.largest([each["ends"] - each["started"] for each in seen], world)
@@ -133,7 +133,7 @@ def record(run: Recordable, world: World, tries: int = 1) -> dict:
 
 
 def _one_step(step, engine, memory: RecordingLedger, world: World) -> dict:
-    error, raised_at = None, ()
+    error = None
     memory.start_step(engine)
     dist.barrier()
     timeline = Timeline(engine, world.device, memory)
@@ -147,8 +147,7 @@ def _one_step(step, engine, memory: RecordingLedger, world: World) -> dict:
                 memory.stop()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        raised_at = calls_of_error(raised.__traceback__)
-    return {**_plain(memory, timeline, ended, error, world), "raised_at": raised_at}
+    return _plain(memory, timeline, ended, error, world)
 
 
 def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None, world: World) -> dict:
@@ -165,19 +164,19 @@ def _plain(memory: RecordingLedger, timeline: Timeline, ended, error: str | None
         "shards": any(map(is_sharded, memory.rows)),
         "units": memory.units,
         "changes": [[at(c.moment), c.row, c.column, c.layer, c.cells, c.freed, c.nbytes,
-                     memory.freed_at.get(c.event, ()) if c.freed else ()] for c in memory.changes()],
+                     memory.freed_under[c.event] if c.freed else []] for c in memory.changes()],
         "live": [(at(moment.when), dict(moment.parts)) for moment in memory.moments()],
-        "steps": [[s.name, opened + s.start, opened + s.end, memory.began_at[id(s)]]
+        "steps": [[s.name, opened + s.start, opened + s.end, memory.began_under[id(s)]]
                   for s in timeline.spans if s.lane == STEPS],
         "work": [[s.name, s.step, opened + s.start, opened + s.end] for s in timeline.spans if s.lane == COMPUTE],
-        "computations": [[at(moment), unit, step, calls] for moment, unit, step, calls in memory.computations],
+        "computations": [[at(moment), unit, step, labels] for moment, unit, step, labels in memory.computations],
         "collectives": [[s.name, row, s.nbytes, s.step, opened + s.start, opened + s.end, s.ranks, s.end_known,
-                         memory.issued_at[s.number], memory.ended_at.get(s.number, ())]
+                         memory.issued_under[s.number], memory.ended_under.get(s.number, [])]
                         for s, row in zip(timeline.collectives, memory.collective_rows)],
         "waits": [[opened + w.start, opened + w.end, w.collective.number] for w in timeline.waits],
         "versions": [[at(moment), row, layer, cells] for moment, row, layer, cells in memory.versions.seen()],
         "updated": None if memory.updated is None else at(memory.updated),
-        "updated_at": memory.updated_at,
+        "updated_under": memory.updated_under,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from zerolab.teach.museum.exhibits import EXHIBITS
 from zerolab.teach.museum.loop import BATCH, SHAPE, Loop
 
 TITLES = {name: engines.ENGINES[name].title for name in engines.named("watch")}
+CHAPTERS = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3-prefetch0": 3}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
 NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show
 
@@ -26,6 +27,7 @@ class Recordable:
     `loop(world, steps)` has the data of so many steps: `build()` makes the engine, and `step(engine, number)` trains it
     once.
     `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step only.
+    `chapter` is the number of the chapter that trains, for the page to show its code.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Recordable:
     loop: Callable
     warm_up: int = WARM_UP
     once: bool = False
+    chapter: int | None = None
 
 
 def of_engine(name: str, options) -> Recordable:
@@ -61,7 +64,7 @@ def of_engine(name: str, options) -> Recordable:
         return SimpleNamespace(build=partial(build, world), step=step)
 
     words = f"GPT {options.preset}, {options.batch} x {seq} tokens per rank"
-    return Recordable(name, TITLES[name], {"model": words}, loop)
+    return Recordable(name, TITLES[name], {"model": words}, loop, chapter=CHAPTERS.get(name))
 
 
 def of_exhibit(number: int) -> list[Recordable]:
@@ -86,6 +89,6 @@ def of_exhibit(number: int) -> list[Recordable]:
         return Loop(exhibit, exhibit.build, world.rank, steps)
 
     return [
-        Recordable("right", "the correct stage", about, correct, **shown),
+        Recordable("right", "the correct stage", about, correct, **shown, chapter=CHAPTERS.get(exhibit.stage)),
         Recordable(f"bug{number}", f"bug {number}", about | {"note": note}, wrong, **shown),
     ]

@@ -4,7 +4,6 @@ import ast
 import json
 import keyword
 import re
-import threading
 from argparse import Namespace
 from bisect import bisect_right
 from collections import Counter
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typed_commands import typed
 
-from extra.watch import chromium, lines, page
+from extra.watch import blocks, chromium, page
 from extra.watch.cell_ledger import LAYERS
 from extra.watch.command import arguments
 from extra.watch.merge_ranks import merge
@@ -464,7 +463,7 @@ def test_the_keyboard_alone(browser, recordings):
     assert float(value("speed")) < float(speed) and value("pace") != pace
     assert after("e")[0] == [*TITLES][[*TITLES].index("zero3") + 1]
     assert after("E", "b")[0] == "zero3" and browser.execute_script(BESIDE)[0] == [*TITLES][0]
-    assert after("r") and browser.execute_script("return [watch.rank, watch.code.rank]") == [1, 1]
+    assert after("r") and browser.execute_script("return document.querySelector('#code .here').textContent")[:6] == "Rank 1"
     after("r")
     browser.execute_script("watch.setBeside('')")
     # Every control can be reached by the Tab key, and shows it.
@@ -480,7 +479,7 @@ def test_the_keyboard_alone(browser, recordings):
 
 
 def test_ask_me_first(browser, recordings):
-    """Four answers: what the rank does next, or which line runs next. After the answer the page continues."""
+    """Four answers, of which one is what the rank does next. After the answer the page continues."""
     from selenium.webdriver import Keys
 
     recording = recordings["zero3"]
@@ -490,175 +489,86 @@ def test_ask_me_first(browser, recordings):
     press(browser, "a")
     at_once = browser.execute_script("return [watch.k, watch.asked !== null, question(watch.rec, 1) !== null]")
     assert at_once[0] == 0 and at_once[1] == at_once[2]
-    asked = Counter()
-    while min(asked[True], asked[False]) < 2:
+    asked = 0
+    while asked < 4:
         press(browser, Keys.ARROW_RIGHT)
-        question = browser.execute_script("const q = watch.asked; return q && [q.k, q.answers, q.right, q.lines]")
+        question = browser.execute_script("const q = watch.asked; return q && [q.k, q.answers, q.right]")
         if question is None:
             continue
-        k, answers, right, lines = question
+        k, answers, right = question
         now = browser.execute_script("return watch.k")
         buttons = "return [...document.querySelectorAll('#answers button')].map((b) => b.textContent.slice(3))"
         assert k == now + 1 and browser.execute_script(buttons) == answers and len(set(answers)) == 4
         rank = recording["events"][k][1]
-        if lines:
-            assert browser.execute_script(text, "asked") == f"Which of these lines runs next on rank {rank}?"
-            causes = [f"{name}, line {line}: " for _, name, line in caused(recording, rank)]
-            assert all(answer.startswith(tuple(causes)) for answer in answers)
-            ((name, line),) = [place[1:] for place in caused(recording, rank) if place[0] == k]
-            assert answers[right].startswith(f"{name}, line {line}: ")
-        else:
-            assert browser.execute_script(text, "asked") == f"What does rank {rank} do next?"
-            # This rank does all four in this recording, and the correct one comes next.
-            assert acts[k][1] == answers[right] and {*answers} <= {act for who, act in acts if who == rank}
-        given = right if asked[lines] % 2 else (right + 1) % 4
+        assert browser.execute_script(text, "asked") == f"What does rank {rank} do next?"
+        # This rank does all four in this recording, and the correct one comes next.
+        assert acts[k][1] == answers[right] and {*answers} <= {act for who, act in acts if who == rank}
+        given = right if asked % 2 else (right + 1) % 4
         press(browser, str(given + 1))
         assert browser.execute_script(text, "verdict").startswith("Right. " if given == right else "No. ")
         assert browser.execute_script("return watch.k") == now
         press(browser, Keys.ARROW_RIGHT)
         assert browser.execute_script("return [watch.k, watch.asked]") == [k, None]
-        asked[lines] += 1
+        asked += 1
     press(browser, "a")
 
 
 # The code next to the picture.
 
 
-def code_at(recording: dict, k: int) -> str:
-    """The text of the line that event `k` was recorded with, or ""."""
-    if recording["lines"][k] < 0:
-        return ""
-    chapter, line = recording["ways"][recording["lines"][k]][-1]
-    return recording["chapters"][str(chapter)].splitlines()[line - 1]
-
-
-def caused(recording: dict, rank: int) -> list[tuple[int, str, int]]:
-    """(event, file, line) of a rank's events that are caused by a line of a chapter."""
+def labels_at(recording: dict, k: int) -> list[str]:
+    """The labels in the code that is marked at event `k`, for example "send ". Empty where nothing is marked."""
+    if recording["labelled"][k] < 0:
+        return []
     found = []
-    for k, (_, who, what, *more) in enumerate(recording["events"]):
-        if who == rank and recording["lines"][k] >= 0 and not (what == "end" and not more[1]):
-            chapter, line = recording["ways"][recording["lines"][k]][-1]
-            found.append((k, f"zero{chapter}.py", line))
+    for chapter, _, first, _ in recording["blocks"][recording["labelled"][k]]:
+        line = recording["chapters"][str(chapter)].splitlines()[first - 1]
+        found += re.findall(r'record_function\(f?"([^{"]+)', line)
     return found
-
-
-SENDS = {"all-gather": "all_gather(", "reduce-scatter": "reduce_scatter(", "all-reduce": "dist.all_reduce("}
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_each_event_has_the_line_that_caused_it(recordings, name):
+def test_each_event_has_the_code_with_its_label(recordings, name):
     recording = recordings[name]
     if name in ("ddp", "fsdp2"):
-        assert set(recording["lines"]) == {-1} and recording["chapters"] == {} == recording["idle"]
+        assert set(recording["labelled"]) == {-1} and recording["chapters"] == {}
         return
     seen = set()
     for k, (_, _, what, *more) in enumerate(recording["events"]):
-        code = code_at(recording, k)
+        labels = labels_at(recording, k)
         seen.add(what)
         if what == "step":
-            assert f'record_function("step {more[0]}")' in code
+            assert f"step {more[0]}" in labels
         elif what == "compute":
-            assert "self.model(" in code or "self(inputs)" in code or "loss.backward()" in code
+            assert labels == [{"forward": "step 1 forward", "backward": "step 2 backward"}[more[1]]]
         elif what == "issue":
-            assert SENDS[recording["collectives"][more[0]]["kind"]] in code
-        elif what == "end" and more[1]:
-            assert ".wait()" in code
+            gathers = recording["collectives"][more[0]]["kind"] == "all-gather"
+            assert ("gather " if gathers else "send ") in labels
         elif what == "free":
-            assert ("self.in_flight = None" if more[1][0] else "untyped_storage().resize_(0)") in code
+            assert labels == ["receive " if more[1][0] else "free "]
         elif what == "updated":
-            assert "self.optimizer.step()" in code
+            assert labels == ["step 4 update the shard"]
         elif what == "over":
-            assert code == ""
+            assert labels == []
     assert {"step", "compute", "issue", "end", "updated", "over"} <= seen
 
 
-def functions_of(recording: dict, k: int) -> list[str]:
-    """The functions of the calls that led to event `k`."""
-    found = []
-    for chapter, line in recording["ways"][recording["lines"][k]]:
-        tree = ast.parse(recording["chapters"][str(chapter)])
-        around = [node for node in ast.walk(tree)
-                  if isinstance(node, ast.FunctionDef) and node.lineno <= line <= node.end_lineno]  # fmt: skip
-        found.append(around[-1].name)
-    return found
-
-
-def test_the_calls_that_led_there(recordings):
-    """From the step to the line, through autograd's hooks."""
-    recording, found = recordings["zero3"], {}
-    for k, (_, _, what, *more) in enumerate(recording["events"]):
-        if what == "issue":
-            found.setdefault(recording["collectives"][more[0]]["kind"], set()).add(tuple(functions_of(recording, k)))
-        elif what == "free":
-            found.setdefault(("parameters", "gradients")[more[1][0]], set()).add(tuple(functions_of(recording, k)))
-    sent = ("training_step", "on_gradient", "finish", "send")
-    assert found["reduce-scatter"] == {(*sent, "start")}
-    assert ("training_step", "__call__", "before_forward", "start_gather", "gather") in found["all-gather"]
-    assert found["parameters"] == {
-        ("training_step", "__call__", "after_forward", "free"),
-        ("training_step", "on_gradient", "finish", "free"),
-    }
-    assert found["gradients"] == {(*sent, "receive"), ("training_step", "end_backward", "receive")}
-
-
-def test_the_line_of_an_event_in_a_thread():
-    """An event in one of gloo's threads happens while the main thread is at its own line."""
-    text = "def chapter(run):\n    found = []\n    run(found)\n    return found\n"
-    names = {}
-    exec(compile(text, next(iter(lines.CHAPTERS)), "exec"), names)
-
-    def in_a_thread(found):
-        thread = threading.Thread(target=lambda: found.append(lines.calls()))
-        thread.start()
-        thread.join()
-
-    assert names["chapter"](in_a_thread) == [((1, 3),)]
-    assert names["chapter"](lambda found: found.append(lines.calls())) == [((1, 3),)]
-    with pytest.raises(ZeroDivisionError) as raised:
-        names["chapter"](lambda found: 1 / 0)
-    assert lines.calls_of_error(raised.value.__traceback__) == ((1, 3),)
-    ran = set()
-    with lines.lines_that_run(ran):
-        names["chapter"](len)
-    assert ran == {(1, 1), (1, 2), (1, 3), (1, 4)}
-
-
-def test_lines_that_no_step_runs():
-    source = '''"""A module."""
-import os
-
-def used(x):
-    """Two
-    lines."""
-    if x:
-        # Never.
-        return 1
-    return long(
-        x,
+def test_the_blocks_of_a_label():
+    """In ZeRO-2 a label of ZeRO-2 has ZeRO-2's code, and one that only ZeRO-1 has, ZeRO-1's. The innermost counts."""
+    made = blocks.blocks_of(2)
+    (send,) = blocks.innermost(["step 2 backward", "step 3 reduce gradients", "send bucket 0"], made)
+    assert (send.chapter, send.function) == (2, "send") and send.first < send.last
+    (gather,) = blocks.innermost(["step 5 gather parameters", "gather bucket 1"], made)
+    assert (gather.chapter, gather.function) == (1, "gather_parameters")
+    assert {block.function for block in blocks.innermost(["step 3 reduce gradients"], made)} == {"send", "step"}
+    assert blocks.innermost(["step 2 backward", "FSDP::all_gather"], made)[0].function == "training_step"
+    assert (
+        blocks.innermost(["Optimizer.step"], made) == [] == blocks.innermost(["step 1 forward"], blocks.blocks_of(None))
     )
 
-def unused():
-    """Never."""
-    return 2
 
-# The end.
-'''
-    assert lines.idle_lines(source, {4, 7, 10}) == [[2, 2], [8, 9], [13, 16]]
-
-
-def test_of_a_step_of_zero3(recordings):
-    """Lines that run only at the build, or never, are idle. Hooks of backward are not."""
-    recording = recordings["zero3"]
-    idle = {line for first, last in recording["idle"]["3"] for line in range(first, last + 1)}
-    text = recording["chapters"]["3"].splitlines()
-    state = {code.strip(): number in idle for number, code in enumerate(text, 1) if code.strip()}
-    assert state["def default_units(module):"] and state["unit.following = inner[index + 1 : index + 1 + ahead]"]
-    for code in ("def on_gradient(self, param):", "self.finish(unit)", "unit.missing.remove(param)", "unit.wait()"):
-        assert not state[code], code
-
-
-def test_the_line_at_work_is_marked_at_every_event(browser, recordings):
-    """For every engine, rank and event: this line, in this file, inside the pane, with the calls above it."""
+def test_the_lines_with_the_label_are_marked_at_every_event(browser, recordings):
+    """For every engine, rank and event: these lines, in this file, and the first of them inside the pane."""
     for name, recording in recordings.items():
         for rank in range(2):
             drawn = browser.execute_script(
@@ -668,86 +578,35 @@ def test_the_line_at_work_is_marked_at_every_event(browser, recordings):
                   watch.go(k);
                   const pane = document.getElementById('code'), rows = [...pane.querySelectorAll('.line.at')];
                   const box = pane.querySelector('.source').getBoundingClientRect();
-                  const inside = rows.every((row) => row.getBoundingClientRect().top >= box.top
+                  const inside = rows.slice(0, 1).every((row) => row.getBoundingClientRect().top >= box.top
                     && row.getBoundingClientRect().bottom <= box.bottom && row.offsetParent !== null);
                   const file = pane.querySelector('.tabs [aria-pressed=true]');
                   return [rows.map((row) => Number(row.dataset.line)), file && file.textContent, inside,
-                    pane.querySelectorAll('.way li').length, pane.querySelector('.here').textContent,
-                    pane.querySelector('.line.at.still') !== null,
+                    pane.querySelector('.here').textContent, pane.querySelector('.line.at.still') !== null,
                     rows.map((row) => row.querySelector('code').textContent)]; });""",
                 name,
                 rank,
             )
             now = -1
-            for k, (rows, file, inside, calls, here, still, code) in enumerate(drawn):
+            for k, (rows, file, inside, here, still, code) in enumerate(drawn):
                 mine = recording["events"][k][1] == rank
-                now = recording["lines"][k] if mine else now
+                now = recording["labelled"][k] if mine else now
                 if name in ("ddp", "fsdp2"):
-                    assert rows == [] and file is None and "torch's own engine" in here
+                    assert rows == [] and file is None and "is not in the chapters" in here
                 elif now < 0:
-                    assert rows == [] and ("has not begun" in here or "the step is over" in here)
+                    assert rows == [] and here.startswith(f"Rank {rank}")
                 else:
-                    way = recording["ways"][now]
-                    assert (rows, file, calls) == ([way[-1][1]], f"zero{way[-1][0]}.py", len(way)), (name, rank, k)
-                    assert inside and still != mine and f"line {way[-1][1]}" in here
-                    source = recording["chapters"][str(way[-1][0])].splitlines()
-                    assert code == [source[way[-1][1] - 1].strip()]
-
-
-def test_a_click_on_a_line_goes_to_its_next_event(browser, recordings):
-    """For every line that causes events: one event after the other, and after the last one the first again."""
-    for name in ("zero1", "zero2", "zero3"):
-        recording = recordings[name]
-        of_lines = {}
-        for k, file, line in caused(recording, 0):
-            of_lines.setdefault((int(file[4]), line), []).append(k)
-        for (chapter, line), events in of_lines.items():
-            times, went = browser.execute_script(
-                """
-                watch.setBeside(''); watch.rank = 0; watch.open(arguments[0], 0); watch.code.open(arguments[1]);
-                const row = watch.code.files[arguments[1]].rows[arguments[2]], went = [];
-                for (let i = 0; i <= arguments[3]; i++) { row.querySelector('code').click(); went.push(watch.k); }
-                return [row.querySelector('.times').textContent, went];""",
-                name, chapter, line, len(events),
-            )  # fmt: skip
-            start = [k for k in events if k > 0] + [k for k in events if k == 0]
-            assert times == f"×{len(events)}" and went[: len(events)] == start, (name, chapter, line)
-            assert went[len(events)] == start[0]
-    here = browser.execute_script("""
-        watch.open('zero3', 5); watch.code.open(3); watch.code.files[3].rows[1].querySelector('code').click();
-        return [watch.k, document.querySelector('#code .here').textContent];""")
-    assert here == [5, "Line 1 of zero3.py causes no event on rank 0."]
-
-
-def test_a_line_of_calls_goes_to_what_its_calls_cause(browser, recordings):
-    """`self.finish(unit)` sends and frees by other lines: as many events, in a paler number."""
-    recording = recordings["zero3"]
-    text = recording["chapters"]["3"].splitlines()
-    line = next(number for number, code in enumerate(text, 1) if code.strip() == "self.finish(unit)")
-    expected = [k for k, _, _ in caused(recording, 0) if [3, line] in recording["ways"][recording["lines"][k]]]
-    found = browser.execute_script(
-        """watch.rank = 0; watch.open('zero3', 0); watch.code.open(3);
-        const row = watch.code.files[3].rows[arguments[0]]; row.querySelector('code').click();
-        return [watch.k, row.querySelector('.times').textContent, row.querySelector('.times.through') !== null]""",
-        line,
-    )
-    assert found == [expected[0], f"×{len(expected)}", True]
-
-
-def test_the_same_line_by_key(browser, recordings):
-    events = [k for k, *_ in caused(recordings["zero3"], 0) if "resize_(0)" in code_at(recordings["zero3"], k)]
-    browser.execute_script(
-        "document.activeElement.blur(); watch.rank = 0; watch.open('zero3', arguments[0])", events[0]
-    )
-    went = []
-    for key in "nnp":
-        press(browser, key)
-        went.append(browser.execute_script("return watch.k"))
-    assert went == [events[1], events[2], events[1]]
+                    places = recording["blocks"][now]
+                    expected = [line for _, _, first, last in places for line in range(first, last + 1)]
+                    chapter, function, *_ = places[0]
+                    assert (rows, file) == (expected, f"zero{chapter}.py"), (name, rank, k)
+                    assert inside and still != mine and function in here
+                    source = recording["chapters"][str(chapter)].splitlines()
+                    assert code == [source[line - 1].strip() for line in expected]
 
 
 def test_two_engines_have_two_panes(browser, recordings):
-    """A line in the second pane leads to an event of the second engine."""
+    """The second pane has the code of the second engine, at the same computation."""
     browser.execute_script("watch.rank = 0; watch.open('zero3', 10); watch.setBeside('zero1')")
     (first, second) = browser.execute_script("""
         return ['code', 'code2'].map((id) => {
@@ -756,13 +615,6 @@ def test_two_engines_have_two_panes(browser, recordings):
           return [title, file, tall]; });
         """)
     assert first[0] == TITLES["zero3"] and second == [TITLES["zero1"], "zero1.py", True]
-    k, _, line = caused(recordings["zero1"], 0)[-2]
-    found = browser.execute_script(
-        """const code = watch.beside.code; code.open(1);
-        for (let i = 0; i < 99; i++) { code.files[1].rows[arguments[1]].querySelector('code').click();
-          if (code.k === arguments[0]) break; }
-        return [code.k, Number(document.querySelector('#code2 .line.at').dataset.line)];""", k, line)  # fmt: skip
-    assert found == [k, line]
     browser.execute_script("watch.setBeside('')")
     assert browser.execute_script("return document.getElementById('code2').hidden")
 

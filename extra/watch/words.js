@@ -40,13 +40,6 @@ function action(rec, event) {
   }
 }
 
-// What the line at work does in an event, with its bytes.
-function effect(rec, k) {
-  const event = rec.events[k], [, rank, what, subject, more] = event;
-  const bytes = what === "issue" ? `: ${megabytes(rec.collectives[subject].nbytes)}` : what === "free" ? `: −${megabytes(more[1])}` : "";
-  return `rank ${rank} ${action(rec, event)}${bytes}`;
-}
-
 // The line under the controls: what has just happened.
 function sentence(rec, k) {
   const event = rec.events[k], [, rank, what, subject, more] = event, who = `Rank ${rank}`;
@@ -96,41 +89,22 @@ function liveAt(rec, rank, i) {
   return Object.values(now).reduce((sum, bytes) => sum + bytes, 0);
 }
 
-// Before event k: what does this rank do next, or which line runs next? Null if there is nothing to ask. Else the
-// question, four answers, and which of them is right. The wrong answers are from other moments of the same rank's step,
-// the nearest first. Nothing is asked about the root's computation: its parts (embedding, head, loss) are in several
-// places, so a reader could not know when it comes.
+// Before event k: what does this rank do next? Null if there is nothing to ask. Else the question, four answers, and
+// which of them is right. The wrong answers are from other moments of the same rank's step, the nearest first. Nothing is
+// asked about the root's computation: its parts (embedding, head, loss) are in several places, so a reader could not know
+// when it comes.
 const ASKED = ["compute", "issue", "free", "updated"];
 const isAsked = ([, , what, subject]) => ASKED.includes(what) && !(what === "compute" && subject === "root");
 function question(rec, k) {
   if (k >= rec.events.length || !isAsked(rec.events[k])) return null;
-  const rank = rec.events[k][1];
-  const line = k % 2 ? questionOf(rec, k, runsALine, (i) => lineAnswer(rec, i)) : null;
-  if (line) return { ...line, lines: true, text: `Which of these lines runs next on rank ${rank}?` };
-  const what = questionOf(rec, k, (_, i) => isAsked(rec.events[i]), (i) => action(rec, rec.events[i]));
-  return what && { ...what, lines: false, text: `What does rank ${rank} do next?` };
-}
-
-// A computation has no line of its own: \`loss.backward()\` and the call of the model run all the time.
-function runsALine(rec, k) {
-  return ["issue", "free", "updated"].includes(rec.events[k][2]) && isCaused(rec, k);
-}
-
-function lineAnswer(rec, k) {
-  const way = wayTo(rec, k), [chapter, line] = way[way.length - 1];
-  return `zero${chapter}.py, line ${line}: ${codeOf(rec, [chapter, line])}`;
-}
-
-function questionOf(rec, k, may, answer) {
-  if (!may(rec, k)) return null;
-  const right = answer(k);
+  const rank = rec.events[k][1], right = action(rec, rec.events[k]);
   const others = rec.events.map((event, i) => [event, i])
-    .filter(([event, i]) => event[1] === rec.events[k][1] && may(rec, i))
-    .sort((a, b) => Math.abs(a[1] - k) - Math.abs(b[1] - k)).map(([, i]) => answer(i));
+    .filter(([event]) => event[1] === rank && isAsked(event))
+    .sort((a, b) => Math.abs(a[1] - k) - Math.abs(b[1] - k)).map(([event]) => action(rec, event));
   const wrong = [...new Set(others)].filter((text) => text !== right).slice(0, 3);
   if (wrong.length < 3) return null;
   const place = (k * 7 + 3) % 4;       // not always the same place, but the same each time
   const answers = wrong.slice();
   answers.splice(place, 0, right);
-  return { k, answers, right: place };
+  return { k, answers, right: place, text: `What does rank ${rank} do next?` };
 }

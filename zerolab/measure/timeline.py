@@ -144,6 +144,11 @@ class Timeline(TorchDispatchMode):
         event.record(self._gpu.current_stream(self._device))  # a backend's thread may have a different device
         return event
 
+    @property
+    def labels(self) -> list[str]:
+        """The open `record_function` labels, outermost first."""
+        return [*self._where.labels]
+
     def under_way(self) -> list[Span]:
         """The collectives that were not waited for yet, in the order in which they were issued."""
         return [span for _, span in self._under_way.values()]
