@@ -128,19 +128,7 @@ def test_a_claim_that_raises_is_reported_and_the_rest_still_run(capsys):
     printed = capsys.readouterr().out
     assert "TypeError: no such thing" in printed and "1 could not run" in printed
     first, second = printed.split(FRAMEWORKS.title)
-    assert "These do not hold" in first and made_up.text in first and made_up.text in second
-    assert all(len(line) <= 120 for line in printed.splitlines())
-
-
-def test_the_tables_of_the_page():
-    rows = [report.row(made_up)]
-    assert report.table_of_not_holding(rows).splitlines()[-1] == (
-        f"| A claim of two lines. | {FRAMEWORKS.title}, *a section*; {SCALING.title}, *another section* "
-        "| 1 | 1 is less \\| than 2 |"
-    )
-    assert report.table_of_article(SCALING, rows).splitlines()[-1] == (
-        "| A claim of two lines. | another section | 1 | **does not hold**. 1 is less \\| than 2 |"
-    )
+    assert made_up.text in first and made_up.text in second
 
 
 def test_the_page_shows_every_claim():

@@ -56,8 +56,8 @@ def nvlink_hides() -> Outcome:
     ahead, serial = predicted().exposed, predicted(prefetch=0).exposed
     return depends_on(
         "It holds if units are prefetched.",
-        met=ahead < HIDDEN,
-        otherwise=serial < HIDDEN,
+        holds_with=ahead < HIDDEN,
+        holds_without=serial < HIDDEN,
         found=f"predicted, 7B on 8 GPUs: {ahead:.4g} of the step exposed, without prefetch {serial:.4g}",
     )
 
@@ -83,8 +83,8 @@ def infiniband_matters() -> Outcome:
     little, much = predicted(ranks=128).exposed, predicted(ranks=128, **LONG).exposed
     return depends_on(
         "It matters if a GPU has few tokens per gather.",
-        met=little > HIDDEN,
-        otherwise=max(small, large, much) > HIDDEN,
+        holds_with=little > HIDDEN,
+        holds_without=max(small, large, much) > HIDDEN,
         found=f"predicted, exposed: 70B, 8,192 tokens per GPU, 64 GPUs {small:.4g}, 512 {large:.4g}; "
         f"7B on 128, 2,048 tokens {little:.4g}, 8,192 tokens {much:.4g}",
     )
@@ -98,8 +98,8 @@ def waiting_more_than_computing() -> Outcome:
         shares[rate] = predicted(ranks=128, cluster=replace(H100, inter_gbps=rate), **LONG).exposed
     return depends_on(
         "It holds if slow is 12.5 GB/s for a node (100 Gbit/s), and not 50 GB/s.",
-        met=shares[12.5] > 0.5,
-        otherwise=shares[50] > 0.5,
+        holds_with=shares[12.5] > 0.5,
+        holds_without=shares[50] > 0.5,
         found="predicted, 7B, 8,192 tokens on each of 128 GPUs, exposed: "
         + ", ".join(f"{share:.4g} at {rate} GB/s per node" for rate, share in shares.items()),
     )
@@ -112,8 +112,8 @@ def nvlink_is_vital() -> Outcome:
     many = predicted(cluster=PCIE, **LARGE).step / predicted(**LARGE).step
     return depends_on(
         "It holds if a GPU has few tokens per gather.",
-        met=few >= VITAL,
-        otherwise=many >= VITAL,
+        holds_with=few >= VITAL,
+        holds_without=many >= VITAL,
         found=f"predicted, a step over PCIe 5, 7B on 8 GPUs: {few:.4g} times as long with 2,048 tokens each, "
         f"{many:.4g} times with 65,536",
     )
@@ -130,8 +130,8 @@ def topology_limits_scaling() -> Outcome:
     efa, few, many = times_as_long_in_nodes(EFA), times_as_long_in_nodes(H100), times_as_long_in_nodes(H100, **LONG)
     return depends_on(
         "It holds if a GPU has few tokens per gather, or if a byte takes longer with every node, as on EFA.",
-        met=min(efa, few) >= VITAL,
-        otherwise=many >= VITAL,
+        holds_with=min(efa, few) >= VITAL,
+        holds_without=many >= VITAL,
         found=f"predicted, 7B on 128 GPUs, a step in nodes of 8 over a step in one node: EFA {efa:.4g} with 2,048 "
         f"tokens each, InfiniBand {few:.4g} with 2,048, {many:.4g} with 8,192",
     )
@@ -155,8 +155,8 @@ def sync_above_15_per_cent() -> Outcome:
         needed.append(lasts > 0.15 and saves > 0.05)
     return depends_on(
         "It holds if more than 15% is exposed. A sync that backward hides costs nothing.",
-        met=needed[0],
-        otherwise=needed[1],
+        holds_with=needed[0],
+        holds_without=needed[1],
         found=f"predicted, DDP, 7B on 128 GPUs: {'; '.join(found)}",
     )
 
@@ -179,8 +179,8 @@ def zero3_for_anything_larger() -> Outcome:
     rates = ", ".join(f"{trained[ranks]:,.0f} on {ranks}" for ranks in sorted(trained))
     return depends_on(
         "It holds if ZeRO-1 and ZeRO-2 do not fit either.",
-        met=bool(fails),
-        otherwise=not trained,
+        holds_with=bool(fails),
+        holds_without=not trained,
         found=f"published: DDP does not fit for {model}; ZeRO-1 trains it at {rates} GPUs, in tokens/s/GPU, and fails "
         f"for {', '.join(fails)}",
     )
@@ -202,8 +202,8 @@ def zero2_is_the_sweet_spot() -> Outcome:
     needed = not predicted("7b", 128, "ddp").fits and zero2.fits
     return depends_on(
         "It holds if communication takes longer than computation, as on EFA with few tokens, and buckets are large.",
-        met=needed and faster[0],
-        otherwise=needed and faster[1],
+        holds_with=needed and faster[0],
+        holds_without=needed and faster[1],
         found=f"predicted, 7B, 2,048 tokens on each of 128 GPUs, where DDP {'does not fit' if needed else 'fits'}: "
         f"ZeRO-2 has {zero2.peak_bytes / GB:.4g} GB and ZeRO-3 {zero3.peak_bytes / GB:.4g} GB; {'; '.join(found)}; "
         f"ZeRO-2 with buckets of 25 MiB on InfiniBand {small.step * 1e3:.4g} ms",
@@ -221,8 +221,8 @@ def zero_is_not_for_bert() -> Outcome:
     return depends_on(
         "It holds if the GPU has the 18 GB that DDP needs. A step that takes 9% less does not count, because each "
         "of the two predictions may err by 10%.",
-        met=ddp.fits and ddp.needed_bytes < 18.5 * GB and no_faster,
-        otherwise=not t4_needs_it and no_faster,
+        holds_with=ddp.fits and ddp.needed_bytes < 18.5 * GB and no_faster,
+        holds_without=not t4_needs_it and no_faster,
         found="predicted, a GPT of BERT-large's size, 16 x 512 tokens on each of 8 GPUs: DDP and ZeRO-3 take "
         f"{ddp.step * 1e3:.4g} ms and {zero3.step * 1e3:.4g} ms, and need {ddp.needed_bytes / GB:.4g} GB and "
         f"{zero3.needed_bytes / GB:.4g} GB",
@@ -236,8 +236,8 @@ def trillions_of_parameters() -> Outcome:
     wide = predicted(GPTConfig(128, 25_600, 160, 51_200, 2048), 512, recompute="blocks")
     return depends_on(
         "It holds if units are small enough to be gathered next to the shards.",
-        met=deep.fits,
-        otherwise=wide.fits,
+        holds_with=deep.fits,
+        holds_without=wide.fits,
         found="predicted, 10^12 parameters on 512 GPUs with 41 TB, of which the state takes 16 TB: a GPU needs "
         f"{deep.needed_bytes / GB:.4g} GB for 552 blocks of width 12,288, {wide.needed_bytes / GB:.4g} GB for 128 "
         "blocks of width 25,600",
@@ -256,8 +256,8 @@ def recomputing_is_worth_the_larger_batch() -> Outcome:
         ratios.append(large.tokens_per_s / small.tokens_per_s)
     return depends_on(
         "It holds if communication is exposed, and the larger batch hides it.",
-        met=ratios[0] > 1,
-        otherwise=ratios[1] > 1,
+        holds_with=ratios[0] > 1,
+        holds_without=ratios[1] > 1,
         found="predicted, ZeRO-3, 7B on 8 GPUs: 32 recomputed sequences have "
         f"{ratios[0]:.4g} times the tokens/s of 4 kept ones with 25 GB/s, {ratios[1]:.4g} times with NVLink",
     )

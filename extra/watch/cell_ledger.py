@@ -10,7 +10,7 @@ import torch.distributed as dist
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
 from zerolab.measure.held import optimizer_of, tensor_leaves
 from zerolab.measure.ledger import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
-from zerolab.measure.traffic import kind_of
+from zerolab.measure.timeline import Listener, Span
 
 COLUMNS = ("parameters", "gradients", "optimizer state")
 HELD, WHOLE = 0, 1  # two layers of a cell: what is kept, and whole buffers that come and go
@@ -36,12 +36,13 @@ class Change:
     event: int  # its index among the ledger's events
 
 
-class CellLedger(PartsLedger):
+class CellLedger(PartsLedger, Listener):
     """A `PartsLedger` that follows the bytes from one storage to the next, without help from the engine.
 
     A bucket's buffers, a parameter and its optimizer state have a place from the start. A gradient has its parameter's
     place. A buffer that a collective or a copy fills has the place of its source. Call `start_step(engine)` twice
-    before the recorded step, because DDP's buckets and the optimizer state exist only after a step.
+    before the recorded step, because DDP's buckets and the optimizer state exist only after a step. In the recorded
+    step it is the listener of a `Timeline`, which reports the collectives.
 
     `rows`: see `rows_of`. `collective_rows`: for each collective since `start_step`, in the order of issue, its row
     or None.
@@ -171,14 +172,31 @@ class CellLedger(PartsLedger):
             alone = param.grad.untyped_storage().nbytes() <= param.grad.nbytes
             self.put_in(param.grad, stretch, stretch.of(index) if alone else stretch.whole())
 
-    # Operations that torch dispatches.
+    # Operations that torch dispatches, and the collectives among them, which a timeline reports.
+
+    def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
+        *outputs, sent = tensors
+        place = self.place_of(tensors)
+        self.collective_rows.append(None if place is None else place[0].row)
+        if collective.name == "reduce-scatter":
+            self._sent.add(self._index.get(self.key(sent)))
+        if place is None:
+            return
+        stretch = place[0]
+        whole, part = tensors, []
+        if collective.name == "all-gather":
+            whole, part = outputs, [sent]
+        elif collective.name == "reduce-scatter":
+            whole, part = [sent], outputs
+        for tensor in whole:
+            self.put_in(tensor, stretch, stretch.whole())
+        for tensor in part:
+            self.put_in(tensor, stretch, stretch.own(self.rank))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.split("::")[1]
-        if (kind := kind_of(func)) is not None:
-            self._follow_collective(kind, args)
-        elif name in ("copy_", "_foreach_copy_"):
+        if name in ("copy_", "_foreach_copy_"):
             self._follow(tensor_leaves(args[0]), tensor_leaves(args[1]))
         elif func.namespace == "fsdp":
             self._follow_fsdp(name, args, kwargs or {}, result)
@@ -190,19 +208,6 @@ class CellLedger(PartsLedger):
         if place is not None:
             for tensor in to:
                 self.put_in(tensor, place[0], place[0].whole())
-
-    def _follow_collective(self, kind: str, args) -> None:
-        tensors = [tensor_leaves(arg) for arg in args[:2]]
-        place = self.place_of([*tensors[0], *tensors[1]])
-        self.collective_rows.append(None if place is None else place[0].row)
-        if kind == "reduce-scatter":
-            self._sent.update(self._index.get(self.key(tensor)) for tensor in tensors[1])
-        if place is not None:
-            whole, part = (tensors[1], tensors[0]) if kind == "reduce-scatter" else (tensors[0], tensors[1])
-            for tensor in whole:
-                self.put_in(tensor, place[0], place[0].whole())
-            for tensor in part if kind in ("reduce-scatter", "all-gather") else ():
-                self.put_in(tensor, place[0], place[0].own(self.rank))
 
     def _follow_fsdp(self, name: str, args, kwargs, result) -> None:
         """FSDP2's copies into and out of the buffers that its collectives send."""

@@ -11,12 +11,12 @@ from extra.watch.recordable import Recordable
 from extra.watch.rows_of_cells import Row
 from extra.watch.weight_versions import WeightVersions
 from zerolab.measure.held import optimizer_of, unit_names, unit_of
-from zerolab.measure.timeline import COMPUTE, STEPS, Listener, Span, Timeline
+from zerolab.measure.timeline import COMPUTE, STEPS, Span, Timeline
 from zerolab.run import process_group
 from zerolab.run.process_group import World
 
 
-class RecordingLedger(CellLedger, Listener):
+class RecordingLedger(CellLedger):
     """A `CellLedger` that also samples the weights: when a unit computes, is gathered or updated, and at the end.
 
     It also keeps the `record_function` labels that were open at each event of the timeline, at the update, and when a
@@ -54,6 +54,7 @@ class RecordingLedger(CellLedger, Listener):
         self.began_under[id(step)] = self.labels()
 
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
+        super().issues(collective, tensors)
         self.issued_under.append(self.labels())
 
     def ended(self, collective: Span) -> None:

@@ -89,6 +89,9 @@ class Listener:
     def computes(self, unit: str, step: str) -> None:
         """The rank begins to compute: for a different unit, in a different step, or again after a collective."""
 
+    def multiplies(self) -> None:
+        """The rank begins to multiply two matrices."""
+
     def resizes(self, bucket, grows: bool) -> None:
         """The whole buffer of this unit or bucket is about to get its memory, or to lose it."""
 
@@ -196,6 +199,8 @@ class Timeline(TorchDispatchMode):
         ):
             self._announced = at_work
             self._listener.computes(*at_work)
+        if func._schema.name in PRODUCTS:
+            self._listener.multiplies()
         result = func(*args, **(kwargs or {}))
         if func._schema.name in PRODUCTS:
             for _, span in self._under_way.values():

@@ -64,14 +64,11 @@ def holds_if(true: bool, found: str, why: str = "") -> Outcome:
     return Outcome(DOES_NOT_HOLD, found, why)
 
 
-def depends_on(why: str, met: bool, otherwise: bool, found: str) -> Outcome:
-    """The outcome of a claim that was measured where a condition is met, and where it is not.
-
-    `met` and `otherwise` say whether the claim is true there. `why` describes the condition.
-    """
-    if met and otherwise:
+def depends_on(why: str, holds_with: bool, holds_without: bool, found: str) -> Outcome:
+    """The outcome of a claim that was measured with a condition and without it. `why` describes the condition."""
+    if holds_with and holds_without:
         return Outcome(HOLDS, found)
-    return Outcome(DEPENDS if met else DOES_NOT_HOLD, found, why)
+    return Outcome(DEPENDS if holds_with else DOES_NOT_HOLD, found, why)
 
 
 def close(measured: float, claimed: float, within: float = 0.005) -> bool:

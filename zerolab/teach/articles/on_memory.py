@@ -78,8 +78,8 @@ def zero3_needs_8_times_less() -> Outcome:
     return depends_on(
         "It holds for what a GPU holds right before the update. At the peak of a step activations and gathered units "
         "are added.",
-        met=close(held, 8),
-        otherwise=close(peak, 8),
+        holds_with=close(held, 8),
+        holds_without=close(peak, 8),
         found=f"7B, 1 x 2,048 tokens: {held:.4g} times less held, {peak:.4g} times less at the peak",
     )
 
@@ -90,8 +90,8 @@ def fsdp_runs_7b_on_14_gb() -> Outcome:
     held, peak, recomputed = sum(held_gb("zero3")), peak_gb("zero3"), peak_gb("zero3", *RECOMPUTED)
     return depends_on(
         "It holds for what each of 8 GPUs holds right before the update. A step needs more.",
-        met=close(held, 14),
-        otherwise=close(peak, 14) or close(recomputed, 14),
+        holds_with=close(held, 14),
+        holds_without=close(peak, 14) or close(recomputed, 14),
         found=f"{held:.4g} GB held, {peak:.4g} GB at the peak; in bfloat16 with recomputed blocks {recomputed:.4g} GB",
     )
 
@@ -113,8 +113,8 @@ def zero3_fits_an_a100_with_40_gb() -> Outcome:
     kept, recomputed = peak_gb("zero3", *BF16), peak_gb("zero3", *RECOMPUTED)
     return depends_on(
         "It holds if activations are recomputed.",
-        met=recomputed < 40,
-        otherwise=kept < 40,
+        holds_with=recomputed < 40,
+        holds_without=kept < 40,
         found=f"{recomputed:.4g} GB at the peak with recomputed blocks, {kept:.4g} GB without",
     )
 
@@ -125,8 +125,8 @@ def memory_falls_linearly_with_gpus() -> Outcome:
     saved = {name: step(name).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
     return depends_on(
         "It holds for ZeRO-3. The other stages keep a part whole that does not shrink.",
-        met=close(saved["zero3"], 4, within=0.02),
-        otherwise=close(saved["zero1"], 4, within=0.02) or close(saved["zero2"], 4, within=0.02),
+        holds_with=close(saved["zero3"], 4, within=0.02),
+        holds_without=close(saved["zero1"], 4, within=0.02) or close(saved["zero2"], 4, within=0.02),
         found=f"state on 8 ranks over state on 32: ZeRO-1 {saved['zero1']:.4g}, ZeRO-2 {saved['zero2']:.4g}, "
         f"ZeRO-3 {saved['zero3']:.4g}",
     )
@@ -141,8 +141,8 @@ def zero2_frees_gradients_in_backward() -> Outcome:
     small, one = step("zero2", chain_of_16, bucket_mb=0), step("zero2", chain_of_16, bucket_mb=25)
     return depends_on(
         "It holds if the model has several buckets.",
-        met=small.above_state < 2,
-        otherwise=one.above_state < 2,
+        holds_with=small.above_state < 2,
+        holds_without=one.above_state < 2,
         found=f"peak above the held state, 16 layers: {small.above_state:.4g}Ψ bytes with a bucket per parameter, "
         f"{one.above_state:.4g}Ψ with one bucket",
     )
@@ -179,8 +179,8 @@ def model_is_whole_during_forward_and_backward() -> Outcome:
     one = most_gathered(small_gpt, units=whole_model)
     return depends_on(
         "It is whole if units stay gathered after forward, or if the model is one unit. Else it never is.",
-        met=min(kept, one) > 0.9,
-        otherwise=units > 0.9,
+        holds_with=min(kept, one) > 0.9,
+        holds_without=units > 0.9,
         found=f"most of an 8-block GPT gathered at once: {units:.4g} with a unit per block, "
         f"{kept:.4g} with reshard_after_forward=False, {one:.4g} as one unit",
     )
@@ -266,8 +266,8 @@ def activations_of_7b_are_4_gb() -> Outcome:
     kept, recomputed = activations("7b"), recomputed_activations("7b")
     return depends_on(
         "It holds if every block is recomputed. 20 to 40 GB is the number without.",
-        met=close(recomputed, 4, within=0.1),
-        otherwise=close(kept, 4, within=0.1),
+        holds_with=close(recomputed, 4, within=0.1),
+        holds_without=close(kept, 4, within=0.1),
         found=f"bfloat16, fused attention: {recomputed:.4g} GB with recomputed blocks, {kept:.4g} GB without",
     )
 
@@ -292,8 +292,8 @@ def recomputing_needs_8_times_less() -> Outcome:
     shallow = activations("7b", layers=4) / recomputed_activations("7b", layers=4)
     return depends_on(
         "It holds if the model is deep.",
-        met=close(deep, 8, within=0.25),
-        otherwise=close(shallow, 8, within=0.25),
+        holds_with=close(deep, 8, within=0.25),
+        holds_without=close(shallow, 8, within=0.25),
         found=f"{deep:.4g} times less in 34 layers of width 4096, {shallow:.4g} times in 4 layers",
     )
 
@@ -336,8 +336,8 @@ def offload_saves_memory_and_kills_throughput() -> Outcome:
     few, many = (copies / (6 * tokens / 989e12) for tokens in (2_048, 1_048_576))
     return depends_on(
         "It kills throughput if a step has few tokens per GPU.",
-        met=device < without and few > 1,
-        otherwise=device < without and many > 1,
+        holds_with=device < without and few > 1,
+        holds_without=device < without and many > 1,
         found=f"peak on the device, a small GPT: {without / 1e6:.4g} MB without, {device / 1e6:.4g} MB with; "
         f"copies over computation by formula, 8 H100: {few:.4g} with 2,048 tokens per GPU, {many:.4g} with 1,048,576",
     )

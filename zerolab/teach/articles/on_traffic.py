@@ -8,11 +8,11 @@ import functools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerolab.measure.fake_ranks import fake_ranks
-from zerolab.measure.traffic import TrafficLedger, kind_of
+from zerolab.measure.timeline import Listener, Timeline
+from zerolab.measure.traffic import TrafficLedger
 from zerolab.teach.articles.claim import (
     FRAMEWORKS,
     MULTIPLE_GPUS,
@@ -56,8 +56,8 @@ def zero2_saves_bandwidth() -> Outcome:
     kinds = zero1.count(ALL_REDUCE) and not zero1.count(REDUCE) and zero2.count(REDUCE) and not zero2.count(ALL_REDUCE)
     return depends_on(
         "It holds against a ZeRO-1 that all-reduces, like this article's. ZeRO-2 sends as much as DDP.",
-        met=bool(kinds) and zero2.sent < zero1.sent,
-        otherwise=zero2.sent < ddp.sent,
+        holds_with=bool(kinds) and zero2.sent < zero1.sent,
+        holds_without=zero2.sent < ddp.sent,
         found=f"sent per step: {sent_by('zero1', 'zero2', 'ddp')}",
     )
 
@@ -73,8 +73,8 @@ def zero2_costs_what_zero1_does() -> Outcome:
     return depends_on(
         "It holds for up to 2 micro-batches per step. ZeRO-2 reduces after each, ZeRO-1 once. Under no_sync() ZeRO-2 "
         "reduces once too, and keeps whole gradients meanwhile.",
-        met=max(ratios[0], ratios[1], whole) < 1.005,
-        otherwise=max(ratios) < 1.005,
+        holds_with=max(ratios[0], ratios[1], whole) < 1.005,
+        holds_without=max(ratios) < 1.005,
         found="ZeRO-2 sends {:.4g}, {:.4g}, {:.4g} and {:.4g} times what ZeRO-1 sends ".format(*ratios)
         + f"for 1, 2, 3 and 4 micro-batches, {whole:.4g} times for 4 under no_sync()",
     )
@@ -86,8 +86,8 @@ def zero1_adds_no_communication() -> Outcome:
     share = step("zero1").held["optimizer"] / step("ddp").held["optimizer"]
     return depends_on(
         "It holds if gradients are reduce-scattered, as ZeRO-2 does. With an all-reduce ZeRO-1 sends 3Ψ.",
-        met=close(share, 1 / 8) and close(step("zero2").sent, step("ddp").sent),
-        otherwise=close(step("zero1").sent, step("ddp").sent),
+        holds_with=close(share, 1 / 8) and close(step("zero2").sent, step("ddp").sent),
+        holds_without=close(step("zero1").sent, step("ddp").sent),
         found=f"{share:.4g} of DDP's optimizer state; sent per step: {sent_by('ddp', 'zero2', 'zero1')}",
     )
 
@@ -112,8 +112,8 @@ def zero3_sends_half_more_than_ddp() -> Outcome:
     kept = step("zero3", reshard_after_forward=False).sent / step("ddp").sent
     return depends_on(
         "It holds if every parameter is freed after forward. A unit that stays gathered is gathered once.",
-        met=close(zero3, 1.5) and close(fsdp2, 1.5),
-        otherwise=close(of_gpt, 1.5) and close(kept, 1.5),
+        holds_with=close(zero3, 1.5) and close(fsdp2, 1.5),
+        holds_without=close(of_gpt, 1.5) and close(kept, 1.5),
         found=f"times DDP's: ZeRO-3 {zero3:.4g}, FSDP2 {fsdp2:.4g}; a GPT whose root stays gathered {of_gpt:.4g}; "
         f"all units stay gathered {kept:.4g}",
     )
@@ -142,8 +142,8 @@ def accumulation_saves_all_reduces() -> Outcome:
     plain = step("ddp", micro_batches=4).count(ALL_REDUCE) / once
     return depends_on(
         "It holds if all micro-batches except the last run under no_sync(), which its loop does not use.",
-        met=quiet == 1,
-        otherwise=plain == 1,
+        holds_with=quiet == 1,
+        holds_without=plain == 1,
         found=f"4 micro-batches with DDP: {quiet:.4g} times the all-reduces of one with no_sync(), {plain:.4g} without",
     )
 
@@ -193,8 +193,8 @@ def fully_shard_goes_on_layers_and_model() -> Outcome:
     return depends_on(
         "All three ways train. It must if the model shall never be gathered at once, and if parameters outside of the "
         "layers shall be sharded too.",
-        met=both < 0.99 and one == 1 and unsharded > 0.01,
-        otherwise=False,
+        holds_with=both < 0.99 and one == 1 and unsharded > 0.01,
+        holds_without=False,
         found=f"largest all-gather, of the model: {both:.4g}; on the model only: {one:.4g}; on the layers only: "
         f"{unsharded:.4g} of the parameters are not sharded",
     )
@@ -214,22 +214,23 @@ def ranks_compute_what_one_process_does() -> Outcome:
 
 # In which order.
 
-LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R", "aten::mm": "C", "aten::addmm": "C"}
+LETTERS = {GATHER: "G", REDUCE: "R", ALL_REDUCE: "R"}
 
 
-class Events(TorchDispatchMode):
+class Events(Listener):
     """The order of all-gathers (G), matrix products (C) and reductions (R), as one text of letters."""
 
     def __init__(self):
-        super().__init__()
         self.letters = ""
 
     def mark(self, *_) -> None:
         self.letters += "|"
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.letters += LETTERS.get(kind_of(func) or func._schema.name, "")
-        return func(*args, **(kwargs or {}))
+    def issues(self, collective, tensors) -> None:
+        self.letters += LETTERS.get(collective.name, "")
+
+    def multiplies(self) -> None:
+        self.letters += "C"
 
 
 def chain_of_4():
@@ -245,7 +246,8 @@ def events_of_a_step(name: str, make_model=chain_of_4, **options) -> list[str]:
     """The events of an engine in [forward, backward, before the update, after its beginning], in the third step."""
     with running(name, make_model, **options) as engine:
         for _ in range(3):
-            with Events() as events:
+            events = Events()
+            with Timeline(engine, listener=events):
                 handle = engine.optimizer.register_step_pre_hook(events.mark)
                 loss = forward(engine)
                 events.mark()
@@ -275,8 +277,8 @@ def next_gather_hides_behind_forward() -> Outcome:
     ahead, serial = passes("zero3"), passes("zero3", prefetch=0)
     return depends_on(
         "It holds if a unit is prefetched. Without, each gather waits for the computation in front of it.",
-        met=ahead.startswith("GGCGCGCC"),
-        otherwise=serial.startswith("GGCGCGCC"),
+        holds_with=ahead.startswith("GGCGCGCC"),
+        holds_without=serial.startswith("GGCGCGCC"),
         found=f"ZeRO-3 with prefetch {ahead}, without {serial}",
     )
 
@@ -289,8 +291,8 @@ def backward_prefetch_overlaps() -> Outcome:
     none = events_of_a_step("fsdp1", backward_prefetch=None)[1]
     return depends_on(
         "It holds for BACKWARD_PRE, the default. BACKWARD_POST gathers after the computation.",
-        met=pre.startswith("GGCC"),
-        otherwise=post.startswith("GGCC"),
+        holds_with=pre.startswith("GGCC"),
+        holds_without=post.startswith("GGCC"),
         found=f"backward of FSDP1: BACKWARD_PRE {pre}, BACKWARD_POST {post}, None {none}",
     )
 
@@ -325,8 +327,8 @@ def ddp_overlaps_by_itself() -> Outcome:
         shares.append(backward[: backward.rindex("C")].count("R") / backward.count("R"))
     return depends_on(
         "It holds if the gradients fill more than one bucket (25 MiB each).",
-        met=shares[0] > 0,
-        otherwise=shares[1] > 0,
+        holds_with=shares[0] > 0,
+        holds_without=shares[1] > 0,
         found=f"all-reduces issued before the last gradient: {shares[0]:.4g} of them with small buckets, "
         f"{shares[1]:.4g} with one bucket",
     )

@@ -40,8 +40,8 @@ def printed_zero1_trains() -> Outcome:
     even, uneven = attempt(update_the_last_shard, 12), attempt(update_the_last_shard, 10)
     return depends_on(
         "It trains if N divides the size of every parameter. It pads parameters but not gradients.",
-        met=even == "runs",
-        otherwise=uneven == "runs",
+        holds_with=even == "runs",
+        holds_without=uneven == "runs",
         found=f"the last of 4 ranks, 12 elements: {even}; 10 elements: {uneven}",
     )
 
@@ -111,8 +111,8 @@ def printed_zero3_trains() -> Outcome:
     return depends_on(
         "It does if the input of every module needs a gradient. Else the backward hook frees before the gradient is "
         "accumulated: so it is with an embedding, and with a layer on the data itself.",
-        met=with_gradient == "runs",
-        otherwise=plain == tokens == "runs",
+        holds_with=with_gradient == "runs",
+        holds_without=plain == tokens == "runs",
         found=f"input with a gradient: {with_gradient}; plain input: {plain}; embedding: {tokens}",
     )
 
