@@ -179,8 +179,14 @@ def gpus(device: int, clock=time.perf_counter):
             assert self.device == other.device, f"events of cuda:{self.device} and cuda:{other.device}"
             return 1e3 * (other.moment - self.moment)
 
-    new = {"Event": Event, "current_stream": stream, "synchronize": lambda *_: None}
-    with mock.patch.multiple(torch.cuda, get_device_name=lambda *_: "a GPU", **new):
+    def name(*_) -> str:
+        return "a GPU"
+
+    def synchronize(*_) -> None:
+        pass
+
+    new = {"Event": Event, "current_stream": stream, "synchronize": synchronize, "get_device_name": name}
+    with mock.patch.multiple(torch.cuda, **new):
         yield
 
 

@@ -81,6 +81,8 @@ def reserved_bytes(recording: Recording) -> int:
     allocator = Allocator()
     for event in recording.events * 2:
         if type(event) is Memory:
-            act = allocator.allocate if event.nbytes > 0 else allocator.free
-            act(event.stream, abs(event.nbytes))
+            if event.nbytes > 0:
+                allocator.allocate(event.stream, event.nbytes)
+            else:
+                allocator.free(event.stream, -event.nbytes)
     return recording.live_bytes + allocator.reserved

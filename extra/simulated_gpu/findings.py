@@ -10,20 +10,20 @@ FOLDER = Path(os.environ["SIMULATED_GPU_FINDINGS"])
 _forgotten = ""
 
 
-def _said() -> str:
+def _findings() -> str:
     file = FOLDER / str(os.getpid())  # which the runtime writes
     return file.read_text() if file.exists() else ""
 
 
 def found() -> list[str]:
     """The findings of this process so far, one line each."""
-    return _said().removeprefix(_forgotten).replace("[simulated GPU] ", "").splitlines()
+    return _findings().removeprefix(_forgotten).replace("[simulated GPU] ", "").splitlines()
 
 
 def forget() -> None:
     """Forget the findings, and the operations that memory remembers."""
     global _forgotten
-    _forgotten = _said()
+    _forgotten = _findings()
     ctypes.CDLL("libcudart.so.13").simulated_forget()  # ours: it is loaded
 
 
@@ -34,7 +34,7 @@ def waits() -> dict[str, int]:
     return {what: library.simulated_waits(kind) for kind, what in enumerate(("device", "stream", "event"))}
 
 
-def said() -> str:
+def take_all() -> str:
     """Return the findings of all processes of this run, and delete them."""
     files = [*FOLDER.iterdir()]
     texts = [file.read_text() for file in files]
@@ -47,7 +47,7 @@ def said() -> str:
 def pytest_runtest_makereport(item, call):
     """Fail a test if something was found while it ran, unless it has the marker `finds`."""
     report = (yield).get_result()
-    if call.when == "call" and (text := said()) and item.get_closest_marker("finds") is None:
+    if call.when == "call" and (text := take_all()) and item.get_closest_marker("finds") is None:
         report.outcome, report.longrepr = "failed", f"{report.longreprtext}\nthe simulated GPUs have found:\n{text}"
 
 

@@ -208,13 +208,17 @@ def refuses(init_fn=None, **options):
     return options | ({"init_fn": init_fn} if init_fn else {})
 
 
+def new_tensor(name, tensor):
+    return torch.zeros_like(tensor)
+
+
 GOOD = {name: value for name, value in Blocks().state_dict().items()}
 SOURCES = {
     "none": ({}, "init_fn="),
     "a name is missing": ({"state_dict": {k: v for k, v in GOOD.items() if k != "head.bias"}}, "head.bias"),
     "a name too many": ({"state_dict": {**GOOD, "tail": torch.zeros(1)}}, "tail"),
     "another shape": ({"state_dict": {**GOOD, "head.weight": torch.zeros(3, 4)}}, "head.weight"),
-    "a new tensor": ({"init_fn": lambda name, tensor: torch.zeros_like(tensor)}, "in place"),
+    "a new tensor": ({"init_fn": new_tensor}, "in place"),
 }
 
 

@@ -239,21 +239,27 @@ def test_a_rank_may_own_nothing(engine, muon, tmp_path):
     assert sorted(elements_of_state(pair.trained)) == [0, 0, 18]
 
 
-def first_matrices(model):
-    return {"whole": matrices(model)[1:]}
-
-
-def foreign(model):
+def wrong_whole(case: str, model) -> dict:
+    if case == "not given":
+        return {}
+    if case == "one is missing":
+        return {"whole": matrices(model)[1:]}
+    if case == "not a parameter":
+        return {"whole": ["blocks"]}
+    if case == "not a list":
+        return {"whole": 3}
+    if case == "one parameter":
+        return {"whole": model.head.weight}
     return {"whole": [nn.Parameter(torch.ones(2, 2))]}
 
 
-WRONG = {
-    "not given": (lambda model: {}, "Muon looks at whole tensors, and blocks.0.down"),
-    "one is missing": (first_matrices, "pass whole=True"),
-    "not a parameter": (lambda model: {"whole": ["blocks"]}, "whole must be True, False or a list"),
-    "not a list": (lambda model: {"whole": 3}, "whole must be True, False or a list"),
-    "one parameter": (lambda model: {"whole": model.head.weight}, "whole must be True, False or a list"),
-    "of another model": (foreign, "1 of the parameters in whole are not the model's"),
+WRONG = {  # what `whole` is: the message
+    "not given": "Muon looks at whole tensors, and blocks.0.down",
+    "one is missing": "pass whole=True",
+    "not a parameter": "whole must be True, False or a list",
+    "not a list": "whole must be True, False or a list",
+    "one parameter": "whole must be True, False or a list",
+    "of another model": "1 of the parameters in whole are not the model's",
 }
 
 
@@ -261,9 +267,11 @@ WRONG = {
 @pytest.mark.parametrize("on", ["all ranks", "one rank"])
 def test_wrong_options_are_refused(engine, case, on):
     """On every rank, also if only one rank has it."""
-    options_of, message = WRONG[case]
+    message = WRONG[case]
     model = seeded(Blocks)
-    options = options_of(model) if on == "all ranks" or dist.get_rank() == 1 else {"whole": True}
+    options = {"whole": True}
+    if on == "all ranks" or dist.get_rank() == 1:
+        options = wrong_whole(case, model)
     with pytest.raises((ValueError, TypeError), match=message.replace("(", r"\(")):
         engine(model, muon_and_adamw(model, torch.optim.Muon), **options)
 
