@@ -215,12 +215,8 @@ def test_engines_that_are_timed_together_need_their_states_together():
     assert need == 16 * number_of_parameters(preset("70b")) * (1 + 1 / 4)
 
 
-def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):
-    rows = [["name", *(f"column {number}" for number in range(20))], ["a", *("1" * 8 for _ in range(20))]]
-    for width in (40, 120, 300):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = tables.text(rows)
-        assert max(map(len, lines)) <= min(width, 120)
-        found = " ".join(lines)
-        assert all(f"column {number}" in found for number in range(20)) and found.count("11111111") == 20
-        assert all(line.split()[0] in ("name", "a") for line in lines if line.strip("- "))
+def test_a_table_that_is_too_wide_loses_no_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    numbers = [str(10_000_000 + number) for number in range(20)]
+    text = " ".join(tables.text([["name", *(f"column {number}" for number in range(20))], ["a", *numbers]]))
+    assert all(f"column {number}" in text for number in range(20)) and all(number in text for number in numbers)

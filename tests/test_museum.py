@@ -139,28 +139,16 @@ def test_the_numbers_have_no_gap_and_follow_the_chapters():
     assert stages == sorted(stages, key=order.index)
 
 
-def test_the_list_gives_nothing_away(capsys):
-    assert museum.main([]) == 0
-    shown = capsys.readouterr().out
-    for number, exhibit in EXHIBITS.items():
-        assert f"{number:>4}  {exhibit.title}\n" in shown
-        assert not any(text in shown for text in exhibit.text.values())
+def test_every_exhibit_has_all_paragraphs():
+    assert {number: list(exhibit.text) for number, exhibit in EXHIBITS.items()} == dict.fromkeys(ALL, LABELS)
 
 
-@pytest.mark.parametrize("number", ALL)
-def test_each_option_says_more_than_the_one_before(capsys, number):
-    exhibit = EXHIBITS[number]
-    assert list(exhibit.text) == LABELS
-    shown = {}
-    for asked in ("clue", "hint", "answer"):
-        assert museum.main([str(number), f"--{asked}"]) == 0
-        shown[asked] = " ".join(capsys.readouterr().out.split())  # without line breaks
-        assert exhibit.text["Symptom"] in shown[asked]
-    assert exhibit.text["Clue"] in shown["clue"] and exhibit.text["Hint"] not in shown["clue"]
-    assert exhibit.text["Hint"] in shown["hint"] and exhibit.text["Answer"] not in shown["hint"]
-    for label in ("Answer", "Unnoticed", "Read"):
-        assert exhibit.text[label] in shown["answer"]
-    assert exhibit.caught_by in shown["answer"] and " ".join(exhibit.code.split()) in shown["answer"]
+def test_a_clue_and_a_hint_do_not_print_the_answer(capsys):
+    text = EXHIBITS[1].text
+    for asked, without in (("clue", ("Hint", "Answer")), ("hint", ("Answer",)), ("answer", ())):
+        assert museum.main(["1", f"--{asked}"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())  # without line breaks
+        assert text[asked.capitalize()] in shown and not any(text[label] in shown for label in without)
 
 
 @pytest.mark.parametrize("number", ALL)
@@ -176,9 +164,3 @@ def test_what_is_to_be_read_exists(number):
         for name in re.findall(r"`([^`]+)`", exhibit.text[label]):
             last = name.removesuffix("()").rpartition(".")[2] if re.fullmatch(r"[\w.]+(\(\))?", name) else name
             assert last in found or name in found, f"{name} is not in {files}"
-
-
-def test_a_number_that_does_not_exist(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        museum.main(["99"])
-    assert leaving.value.code == 2 and "no bug '99'" in capsys.readouterr().err

@@ -31,23 +31,18 @@ def cells_of(file: Path, kind: str) -> list[dict]:
 
 
 @each
-def test_no_outputs_are_kept_and_answers_are_folded_away(file):
+def test_no_outputs_are_kept(file):
     for cell in cells_of(file, "code"):
         assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
         assert "execution" not in cell["metadata"], cell["id"]  # the times that nbclient writes
-    texts = ["".join(cell["source"]) for cell in cells_of(file, "markdown")]
-    questions = texts[-1].partition("## Questions")[2]
-    assert questions.count("<details>") == questions.count("</details>") >= 5
-    assert re.search(r"\*\*Time\*\*: .*\d+", texts[0])  # as it was measured
 
 
 @each
 def test_a_prediction_is_asked_and_kept_before_it_is_answered(file):
-    """The reader writes below each "Predict". The measurement comes after it, and the explanation is collapsed."""
+    """The reader writes below each "Predict", and the measurement comes after it."""
     cells = json.loads(file.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     asked = [place for place, text in enumerate(sources) if "**Predict.**" in text]
-    assert len(asked) >= 3
     told = {}  # question -> the cell that says what was found
     for place, text in enumerate(sources):
         for found in re.findall(r'quiz\.(?:compare|reveal)\(\s*"(.*?)"', text):
@@ -56,7 +51,6 @@ def test_a_prediction_is_asked_and_kept_before_it_is_answered(file):
         question = re.match(r'quiz\.keep\(\s*"(.*?)"[^)]*=\.\.\.', sources[place + 1])
         assert told.pop(question[1]) > place + 1
     assert not told
-    assert sum(text.startswith("<details>") for text in sources) >= 2
 
 
 @each
@@ -200,17 +194,9 @@ def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkey
     assert re.search(r"\n\. \d+ s\n$", capfd.readouterr().out)  # quiet, and it goes on
 
 
-def test_text_fits_a_screen_and_bars_are_what_they_are_given(capsys):
-    notebook.show("  " + "word " * 40 + "\n  short   line")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all(len(line) <= notebook.COLUMNS for line in lines)
-    assert lines[1].startswith("  word") and lines[3] == "  short   line"
-    notebook.table(["a", "number"], [["long name", 1], ["b", 22]])
-    assert capsys.readouterr().out == "a          number\nlong name       1\nb              22\n"
+def test_bars_are_what_they_are_given():
     rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    axes = figures.bars(rows, "a title").axes[0]
-    assert [patch.get_width() for patch in axes.patches] == [3, 1, 2]
-    assert axes.get_xlabel() == "MB (10⁶ bytes) on one rank" and axes.get_title() == "a title"
+    assert [patch.get_width() for patch in figures.bars(rows).axes[0].patches] == [3, 1, 2]  # MB
 
 
 def test_the_quiz_asks_claims_that_exist_and_tells_only_what_was_voted_on(capsys):

@@ -73,12 +73,6 @@ def test_on_a_mac_ranks_compute_on_the_cpu(monkeypatch):
         process_group.choose("auto", "mps", 0, 2, process_group.count_gpus())
 
 
-def test_the_reason_says_whether_ranks_share_a_gpu():
-    for ranks, gpus, shared in ((2, 1, True), (5, 4, True), (2, 2, False), (2, 4, False)):
-        why = process_group.choose("gloo", "auto", 0, ranks, gpus)[2]
-        assert ("share" in why) == shared and str(ranks) in why and str(gpus) in why and "slow" in why, why
-
-
 def test_tf32_is_what_torch_says():
     """Also what a container has set, by a variable that torch reads when it is imported."""
     products = torch.backends.cuda.matmul

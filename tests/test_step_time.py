@@ -1,6 +1,5 @@
 """Where the time of a step goes: by hand, and on real ranks of which one is slow."""
 
-import itertools
 import os
 import time
 import types
@@ -86,16 +85,17 @@ def trained_in_parts() -> dict[str, tuple[dict, ...]]:
     return {name: tuple(trained(name, *way) for way in ways) for name in ("ddp", "zero1", "zero3")}
 
 
-def without_memory(plain, nth: int, counts=lambda *_: True):
-    """`plain`, of which the `nth` call that counts finds no memory."""
-    calls = itertools.count(1)
+class WithoutMemory:
+    """The function `plain`, whose `nth` call finds no memory."""
 
-    def call(*args, **kwargs):
-        if counts(*args) and next(calls) == nth:
+    def __init__(self, plain, nth: int):
+        self.plain, self.left = plain, nth
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
             raise torch.OutOfMemoryError("Tried to allocate too much.")
-        return plain(*args, **kwargs)
-
-    return call
+        return self.plain(*args, **kwargs)
 
 
 class Full(TorchDispatchMode):
@@ -103,21 +103,28 @@ class Full(TorchDispatchMode):
 
     def __init__(self, nth: int):
         super().__init__()
-        self.gelu = without_memory(torch.ops.aten.gelu.default, nth)
+        self.gelu = WithoutMemory(torch.ops.aten.gelu.default, nth)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        run = self.gelu if func is torch.ops.aten.gelu.default else func
-        return run(*args, **(kwargs or {}))
+        if func is torch.ops.aten.gelu.default:
+            return self.gelu(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def out_of_memory() -> list[str]:
     """The messages of ZeRO-3's training when an operation, a storage that grows, or a later step fails."""
     said, blocks, gathers = [], 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
-    grows = without_memory(torch.UntypedStorage.resize_, gathers + 2, lambda storage, size: size > 0)
+    shrink, grow = torch.UntypedStorage.resize_, WithoutMemory(torch.UntypedStorage.resize_, gathers + 2)
+
+    def resize_(storage, size):
+        if size > 0:
+            return grow(storage, size)
+        return shrink(storage, size)
+
     for less_memory in (
         Full(blocks + 2),  # the second block's in the second step
-        mock.patch.object(torch.UntypedStorage, "resize_", grows),
-        mock.patch.object(F, "cross_entropy", without_memory(F.cross_entropy, 4)),  # after the ledger's three steps
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(F, "cross_entropy", WithoutMemory(F.cross_entropy, 4)),  # after the ledger's three steps
     ):
         try:
             with less_memory:
@@ -213,8 +220,8 @@ def test_who_is_the_slowest_and_where():
     assert alone["slowest_rank"] is None and len(alone["ranks"]) == 1 and step_time.slowest_rank(alone) == ""
 
 
-@pytest.mark.parametrize("mfu, said", ((0.4567, "45.7"), (None, "-")))  # None: a GPU that is not in the list
-def test_on_a_gpu_the_tables_have_mfu_and_what_is_reserved(mfu, said):
+@pytest.mark.parametrize("mfu, shown", ((0.4567, "45.7"), (None, "-")))  # None: a GPU that is not in the list
+def test_on_a_gpu_the_tables_have_mfu_and_what_is_reserved(mfu, shown):
     run = {
         "losses": [2.0],
         "difference": 0,
@@ -227,12 +234,10 @@ def test_on_a_gpu_the_tables_have_mfu_and_what_is_reserved(mfu, said):
         "match": True,
     }
     result = {"runs": {"zero1": run}, "device": "cpu", "steps": 1, "timed_steps": 0, "dtype": "fp32"}
-    text = referee_report.results(result, "zero1")
-    assert "MFU" not in text and "zero1: the chapters themselves" in text
+    assert "MFU" not in referee_report.results(result, "zero1")
     run |= {"reserved_bytes": 3e6, "ledger_peak_bytes": 2e6, "mfu": mfu}
     text = referee_report.results(result | {"device": "cuda", "dtype": "bf16"}, "zero1")
-    assert "by its data sheet" in text and "zero1: the engines" in text
-    assert any(line.split()[-2:] == ["3", said] for line in text.splitlines())
+    assert any(line.split()[-2:] == ["3", shown] for line in text.splitlines())
 
 
 DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then a longer one

@@ -61,12 +61,10 @@ def test_the_trace_is_the_chapters_sequence():
         )
         assert texts[first + 1 : second] == FORWARD, "\n".join(lines)
         assert texts[second + 1 : third] == BACKWARD, "\n".join(lines)
-        rows = [re.search(r"(\d+\.\d\d) +(\d+\.\d\d)  (#*)$", line) for line in lines if "compute" in line]
+        rows = [re.search(r"(\d+\.\d\d) +(\d+\.\d\d)  #*$", line) for line in lines if "compute" in line]
         live = [float(row[2]) for row in rows]
-        bars = [len(row[3]) for row in rows]
         assert abs(max(live) - found["peak"] / 1e6) < 0.06  # gloo's threads
-        assert max(bars) == 24 and [*map(live.__getitem__, range(4))] == sorted(live[:4])  # a staircase in forward
-        assert all((a < b) <= (c <= d) for a, c in zip(live, bars) for b, d in zip(live, bars))
+        assert live[:4] == sorted(live[:4])  # activations pile up in forward
         sent = sum(float(row[1]) for row in rows)
         assert abs(sent - found["sent"] / 1e6) < 0.06  # two digits each
 

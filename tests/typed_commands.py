@@ -19,6 +19,14 @@ class Started(Exception):
     """Raised in place of starting Python, with its command line."""
 
 
+def mistake(line: str) -> str:
+    """The one line with which `./launch.sh LINE` ends, before it has printed or started anything."""
+    status, printed, lines = typed(line)
+    assert status == 2 and printed == "", lines
+    (message,) = lines.splitlines()
+    return message
+
+
 def note(*line) -> None:
     raise Started(list(line))
 

@@ -17,7 +17,6 @@ from zerolab.run.recompute import checkpoint_blocks
 ENGINES = registry.named("plan")
 BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
 BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
-RECOMPUTED = ("none", "blocks", "selective")
 DDP_BUCKET_MB = 25  # MiB, as torch has it
 
 
@@ -26,9 +25,9 @@ class Setup:
     """An engine on one of `ranks` ranks, and its options. Equal setups have the same events.
 
     A step has `accumulate` micro-batches of `micro_batch` sequences. `bucket_mb` (MiB) is for buckets, and `prefetch`
-    for ZeRO-3's units. `recompute` is one of `RECOMPUTED`: nothing, whole blocks, or torch's selective checkpointing,
-    which keeps every second matrix product and all attention. `row` is for `hybrid`, which is ZeRO-3 in rows of `row`
-    ranks. The rows are replicas of each other.
+    for ZeRO-3's units. `recompute` is one of `RECOMPUTED` in parser.py: nothing, whole blocks, or torch's selective
+    checkpointing, which keeps every second matrix product and all attention. `row` is for `hybrid`, which is ZeRO-3 in
+    rows of `row` ranks. The rows are replicas of each other.
     """
 
     config: GPTConfig
@@ -104,12 +103,11 @@ def train(engine, setup: Setup) -> None:
     """
     tokens = torch.zeros(setup.micro_batch, setup.config.seq + 1, dtype=torch.int64)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    call = engine if callable(engine) else engine.model
     for number in range(setup.accumulate):
         if isinstance(engine, DDPStandIn):
             engine.sends = number == setup.accumulate - 1
         with record_function("step 1 forward"):
-            loss = next_token_loss(call(inputs), targets)
+            loss = next_token_loss(engine(inputs), targets)
         with record_function("step 2 backward"):
             loss.backward()
         del loss

@@ -2,7 +2,7 @@
 
 import argparse
 
-from extra.planner.hardware import GPUS
+from extra.planner.hardware import GPUS, NETWORKS
 from zerolab.run.names import PRESETS, engines_of
 from zerolab.run.shared_options import ENGINE, add_json, check_engines, check_writable, make_parser, preset
 
@@ -14,6 +14,10 @@ EXAMPLES = """\
   ./launch.sh plan                     # 7B parameters on 64 H100
   ./launch.sh plan 128 --preset 70b --gpu a100 --checkpoint-activations blocks
   ./launch.sh plan --engines zero3 --sweep bandwidth"""
+
+
+RECOMPUTED = ("none", "blocks", "selective")  # activations
+SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -60,10 +64,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="the number of sequences that each rank trains on in one backward (default 1)",
     )
     add("--accumulate", type=int, default=1, metavar="COUNT", help="the number of micro-batches in a step (default 1)")
-    recomputed = ("none", "blocks", "selective")
     add(
         "--checkpoint-activations",
-        choices=recomputed,
+        choices=RECOMPUTED,
         default="none",
         help="the activations that are not kept, but computed again in backward (default none)",
     )
@@ -86,7 +89,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="GBPS",
         help="the bandwidth of a GPU's links inside a node, in GB/s per direction (default: the GPU's)",
     )
-    add("--network", choices=("infiniband", "roce", "efa"), help="the network between nodes (default infiniband)")
+    add("--network", choices=NETWORKS, help="the network between nodes (default infiniband)")
     add(
         "--inter-GBps",
         type=float,
@@ -106,10 +109,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="the fraction of the GPU's peak that matrix products reach (default: a value for each type of "
         "GPU, see extra/planner/README.md)",
     )
-    sweeps = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
     add(
         "--sweep",
-        choices=sweeps,
+        choices=SWEEPS,
         help="draw the step time against this option, and print where two engines are equally fast",
     )
     add("--out", default="plans", metavar="FOLDER", help="the folder for the figures of --sweep (default plans)")

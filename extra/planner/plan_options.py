@@ -11,7 +11,6 @@ from extra.planner.one_rank import ENGINES, Setup
 from zerolab.run.engines import ENGINES as REGISTRY
 from zerolab.run.model import GPTConfig, preset
 
-SWEEPS = ("ranks", "bandwidth", "micro-batch", "bucket", "prefetch")
 SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")  # from 1 on
 ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")

@@ -18,7 +18,7 @@ document.querySelectorAll(spare).forEach((element) => { element.hidden = true; }
 document.querySelector("h1").textContent = `${watch.rec.title}: a recorded training step, ${watch.rec.ranks} ranks`;
 document.body.style.padding = "10px 14px";
 document.getElementById("codes").style.marginTop = "10px";
-document.getElementById("said").style.cssText = "min-height: 3.1em; margin-bottom: 4px";
+document.getElementById("caption").style.cssText = "min-height: 3.1em; margin-bottom: 4px";
 const source = document.querySelector(".source"), below = source.getBoundingClientRect().top;
 source.style.cssText = `min-height: 0; height: ${innerHeight - below - 14}px`;
 watch.frame = () => {};

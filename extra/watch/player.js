@@ -95,12 +95,12 @@ const watch = {
       const state = stateAt(this.beside.rec, other);
       this.beside.picture.draw(state);
       this.beside.lanes.move(state.time);
-      $("said2").textContent = sentence(this.beside.rec, other);
+      $("caption2").textContent = sentence(this.beside.rec, other);
     }
     $("scrub").value = this.k;
     $("scrub").setAttribute("aria-valuetext", `event ${this.k + 1} of ${rec.events.length}`);
     $("count").textContent = `event ${this.k + 1} of ${rec.events.length}, ${(this.state.time / 1000).toFixed(2)} ms`;
-    $("said").textContent = sentence(rec, this.k);
+    $("caption").textContent = sentence(rec, this.k);
     for (const item of document.querySelectorAll("#parts b")) {
       const part = rec.parts.indexOf(item.parentElement.dataset.part);
       item.textContent = part < 0 ? "" : this.state.ranks.map((me) => megabytes(me.live[part])).join(" | ");
@@ -147,7 +147,7 @@ const watch = {
     $("play").textContent = on ? "❚❚ pause" : "▶ play";
     $("play").setAttribute("aria-pressed", on);
     // A screen reader reads single events aloud, but not a film.
-    $("said").setAttribute("aria-live", on ? "off" : "polite");
+    $("caption").setAttribute("aria-live", on ? "off" : "polite");
   },
 
   ask(asked) {
