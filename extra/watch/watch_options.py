@@ -24,7 +24,7 @@ MOST_RANKS = 16  # with more ranks the cells are too small to see
 DESCRIPTION = f"""\
 Records one training step, event by event, with each engine on real ranks (processes
 that train together). It writes a page, one HTML file, which plays the steps in a
-browser: the memory of each rank, the collectives, and the line of code that runs.
+browser: the memory of each rank, the collectives, and the code that runs.
 {ENGINE}"""
 EXAMPLES = """\
   ./launch.sh watch zero3 2
