@@ -203,7 +203,7 @@ def memory_state() -> str:
             formula = f"`{formula}` = {row['state_peak_formula_bytes'] / 1e9:,.2f}"
         peak = f"{row['state_peak_bytes'] / 1e9:,.2f}"
         rows.append([f"`{name}`", peak, formula or "", f"{row['sent_bytes'] / each:.2f}"])
-    return table("engine | peak without them, GB | by formula, GB | sent, in Ψ (N-1)/N", rows)
+    return table("engine | largest state, GB | by formula, GB | sent, in Ψ (N-1)/N", rows)
 
 
 # Sweeps.
