@@ -139,6 +139,7 @@ OTHERS = [
     ),
     Mutation("zero2", "ZeRO2.reduce_gradients", "check_complete(self.buckets)"),
     Mutation("zero2", "ZeRO2.receive", "self.in_flight = None"),
+    Mutation("zero2", "ZeRO2.send", "self.in_flight.start()", "self.in_flight.start(); self.receive()"),
     Mutation("zero2", "ZeRO2.on_gradient", "check_gradient(bucket, param)"),
     Mutation("zero2", "ZeRO2.expect_gradients", "self.turn = 0"),
     Mutation(
@@ -288,6 +289,7 @@ FOUND_BY = {
     ],
     "conformance/test_late_collectives.py::test_backward_computes_while_a_reduction_is_in_flight[zero2-2]": [
         "zero2, ZeRO2.send: self.receive()",
+        "zero2, ZeRO2.send: self.in_flight.start() -> self.in_flight.start(); self.receive()",
     ],
     "conformance/test_late_collectives.py::test_a_collective_may_run_as_late_as_its_wait[zero2.py-2-Blocks]": [
         "zero2, ZeRO2.reduce_gradients: self.receive()",

@@ -1,4 +1,4 @@
-"""zerolab/run/ranks.py: verdicts of ranks arrive, it is reported how ranks end, and all of them end."""
+"""zerolab/run/ranks.py and pool.py: verdicts of ranks arrive, it is reported how ranks end, and all of them end."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerolab.run import ranks
+from zerolab.run import pool, ranks
 
 # The script of a rank: it reports a verdict on "first", then does what its case does.
 HEAD = """\
@@ -127,3 +127,13 @@ def test_how_ranks_have_ended(tmp_path):
         "ended with exit status 5",
         None,  # it never began
     ]
+
+
+def test_a_rank_of_a_pool_ends_quietly_if_nobody_waits_for_its_result():
+    """For example because a check was interrupted. A rank needs seconds to start, so the pipe is closed before."""
+    one = pool.Pool(1, timeout=60)
+    one.pipes[0].send((int, (), {}))
+    one.pipes[0].close()
+    one.processes[0].join(60)
+    assert one.processes[0].exitcode == 0  # and not 1, of a BrokenPipeError whose traceback is printed
+    one.kill()

@@ -130,18 +130,19 @@ def serve(rank, ranks, timeout, folder, pipe):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
-    while True:
-        try:
-            function, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
-        try:
-            pipe.send((function(*args, **kwargs), None))
-        except Reported as error:
-            pipe.send((None, error.args[0]))
-        except BaseException:
-            pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
+    with contextlib.suppress(ConnectionError):  # the pool's process has ended, and nobody reads the result
+        while True:
+            try:
+                function, args, kwargs = pipe.recv()
+            except EOFError:
+                return
+            torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
+            try:
+                pipe.send((function(*args, **kwargs), None))
+            except Reported as error:
+                pipe.send((None, error.args[0]))
+            except BaseException:
+                pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
 
 
 @atexit.register

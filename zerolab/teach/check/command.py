@@ -99,7 +99,7 @@ class Checked:
             else:
                 command += ["-p", "no:terminal"]  # the lines that conftest.py prints are all
             variables = ranks.environment(CUDA_VISIBLE_DEVICES="")
-            with ranks.started([*command, *more], cwd=ROOT, env=variables, stdout=output) as process:
+            with ranks.started([*command, *more], cwd=ROOT, env=variables, stdout=output, stderr=output) as process:
                 try:
                     process.wait(self.options.limit)
                 except subprocess.TimeoutExpired:

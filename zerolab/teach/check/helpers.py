@@ -4,10 +4,14 @@ The body of a test runs on every rank. `train` trains a stage for two steps with
 records values, events and bytes. `compare` finds the first difference between a student's training and the chapter's.
 """
 
+import contextlib
 import functools
 import importlib
+import linecache
 import re
+import signal
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -25,6 +29,7 @@ from zerolab.teach.check import models, student
 
 WIDTH = 48  # of the layers whose bytes are counted
 SLACK = 1024  # bytes of scalars
+IN_ORDER = "Collectives match by their order only: every rank must start the same ones, in the same order."
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a sum may be apart
 # With a large eps the update depends on the gradient's size, so a sum in place of a mean shows.
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
@@ -52,7 +57,10 @@ def expect_values(what: str, found, expected: torch.Tensor) -> None:
     """Two tensors are equal, up to the order of a sum. A message guesses why they are not."""
     if not isinstance(found, torch.Tensor):
         raise Differs(what, f"a tensor of shape {tuple(expected.shape)}", f"{found!r}: is a return missing?")
-    expect(f"the shape of {what}", tuple(found.shape), tuple(expected.shape))
+    if found.shape != expected.shape:
+        whole = found.numel() == dist.get_world_size() * expected.numel()
+        shape = f"{tuple(found.shape)}{', the elements of all ranks: whole, and not cut?' if whole else ''}"
+        raise Differs(f"the shape of {what}", tuple(expected.shape), shape)
     expect(f"the dtype of {what}", found.dtype, expected.dtype)
     tolerance = EXACT.get(expected.dtype, 0)
     close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -139,7 +147,9 @@ class Record(Listener):
 
     units    whether it also records when which unit computes
     values   {what: tensor}
-    events   "starts an all-reduce of 320 bytes", "waits for an all-reduce", "gathers blocks.0", "frees blocks.0", ...
+    events   "starts all-reduce of 320 bytes among 3 ranks", "waits for all-reduce of 320 bytes, having computed
+             nothing meanwhile", "allocates blocks.0", "frees blocks.0", ...
+    not_waited_for  the collectives that are in flight at the end
     error    what the training raised
     allowed  the collectives that may be started, in order. Another one raises `Differs`, before other ranks wait for it
     """
@@ -148,6 +158,7 @@ class Record(Listener):
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
+    not_waited_for: dict[str, int] = field(default_factory=dict)
     allowed: list[str] | None = None
     error: Exception | None = None
     sent: dict[int, tuple] = field(default_factory=dict)  # number of a collective in flight -> its input, its version
@@ -182,7 +193,8 @@ class Record(Listener):
         self.add(f"starts {kind}")
 
     def waited(self, collective: Span) -> None:
-        self.add(f"waits for {collective.name} of {collective.nbytes:,} bytes")
+        meanwhile = "having computed meanwhile" if collective.hides else "having computed nothing meanwhile"
+        self.add(f"waits for {collective.name} of {collective.nbytes:,} bytes, {meanwhile}")
         tensor, version = self.sent.pop(collective.number)
         if tensor._version != version:
             raise Differs(f"the input of the {collective.name}", "unchanged until the wait", "changed in flight")
@@ -190,6 +202,19 @@ class Record(Listener):
     def add(self, event: str) -> None:
         if self.events[-1:] != [event]:
             self.events.append(event)
+
+
+def under_way(timeline: Timeline) -> dict[str, int]:
+    """{collective: how many} of those that were started while the timeline is open, and not yet waited for."""
+    return dict(Counter(collective.name for collective in timeline.under_way()))
+
+
+@contextlib.contextmanager
+def all_waited_for(what: str):
+    """Around code that must wait for all collectives that it starts."""
+    with Timeline() as timeline:
+        yield
+        expect(f"collectives that {what} has not waited for", under_way(timeline), {})
 
 
 def train(stage, allowed: list[str] | None = None, crossing: bool = False, **options) -> Record:
@@ -223,8 +248,7 @@ def train(stage, allowed: list[str] | None = None, crossing: bool = False, **opt
             record.values["the loss of step 3"] = backward(engine, 4)
             engine.zero_grad()
             record.events.append("ends")
-            for collective in timeline.under_way():
-                record.events.append(f"has not waited for the {collective.name}")
+            record.not_waited_for = under_way(timeline)
     except Exception as error:
         record.error = error
     return record
@@ -235,13 +259,23 @@ def compare(found: Record, expected: Record, at: str = "") -> None:
     at = f", {at}" if at else ""
     if expected.error is not None:
         raise expected.error
+    expect("collectives that were never waited for" + at, found.not_waited_for, expected.not_waited_for)
     for what, value in expected.values.items():
         if what not in found.values:
             break
-        expect_values(what + at, found.values[what], value)
+        try:
+            expect_values(what + at, found.values[what], value)
+        except Differs as difference:
+            if found.error is None:
+                same_events(found, expected, f"{at}; {difference.what} differs as well")  # it may be the cause
+            raise
     if found.error is not None:
         raise found.error
     expect("what is compared" + at, [*found.values], [*expected.values])
+    same_events(found, expected, at)
+
+
+def same_events(found: Record, expected: Record, at: str) -> None:
     events = waits_sorted(found.events)
     for place, (mine, right) in enumerate(zip(events, waits_sorted(expected.events))):
         before = events[place - 1] if place else "the beginning"
@@ -303,10 +337,18 @@ def bytes_alive(stage) -> dict[str, int]:
 def same_memory(stage, reference) -> None:
     """A student's class needs no more bytes than the chapter's, at any moment."""
     # A mean may be computed in place or not: that is a shard more for a moment.
-    spare = SLACK + 4 * (WIDTH * WIDTH + WIDTH) // dist.get_world_size()
+    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    spare = SLACK + layer_bytes // dist.get_world_size()
     expected = bytes_alive(reference)
     for moment, nbytes in bytes_alive(stage).items():
-        expect_at_most(f"bytes alive {moment}", nbytes, expected[moment] + spare)
+        if nbytes > expected[moment] + spare:
+            layers = (nbytes - expected[moment]) / layer_bytes
+            raise Differs(
+                f"bytes alive {moment}, of a model with 6 equal layers",
+                f"at most {expected[moment] + spare:,}",
+                f"{nbytes:,}, too many by about {layers:.1f} layers: is something whole copied, freed late, or kept by "
+                "a reference?",
+            )
 
 
 # A test's body on the ranks.
@@ -327,7 +369,7 @@ def on_ranks(body):
         try:
             pool.run_on_ranks(stage.ranks, run_body, *place, stage.name, stage.file, stage.number, arguments)
         except pool.RankFailed as failed:
-            message = describe(failed, stage.file)
+            message = describe(failed, stage.file, stage.ranks)
         # Not inside `except`: pytest would print the ranks' error as well.
         if "TO WRITE" in message:
             pytest.skip(message)
@@ -349,19 +391,17 @@ def explained(error: BaseException, file: str) -> tuple[int, str]:
     """(how likely it is that this rank is the cause, the message) of an error that a test raised on a rank."""
     trace = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in trace if frame.filename == file]
+    if isinstance(error, NotImplementedError) and lines:
+        return 3, f"TO WRITE\nin line {lines[-1].lineno}: {lines[-1].line}"
+    lines = [frame for frame in lines if not frame.line.startswith("raise ")]  # its text is in the message already
     where = f"\nin line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
     message = str(error)
     if isinstance(error, Differs):
         return 2, f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
-    if isinstance(error, NotImplementedError) and lines:
-        return 3, f"TO WRITE{where}"
+    if not lines:
+        where = f"\nin the test: {trace[-1].line}"
     if isinstance(error, RuntimeError) and (process_group.lost(message) or "imed out" in message):
-        return 0, (
-            f"HANGS: this rank waited for the others in vain{where}\n"
-            "Collectives match by their order only: every rank must start the same ones, in the same order."
-        )
-    if isinstance(error, AssertionError) and not message:
-        message = f"the test says: {trace[-1].line}"
+        return 0, f"HANGS: this rank waited for the others in vain{where}\n{IN_ORDER}"
     return 2, f"{explanation(message) or f'{type(error).__name__}: {message}'}{where}"
 
 
@@ -378,7 +418,7 @@ def explanation(message: str) -> str:
     return ""
 
 
-def describe(failed: pool.RankFailed, file: str) -> str:
+def describe(failed: pool.RankFailed, file: str, ranks: int) -> str:
     """One message of all ranks: of the one that is most likely the cause, and how others ended."""
     reports = {rank: failure for rank, failure in failed.failures.items() if isinstance(failure, tuple)}
     lines = []
@@ -390,16 +430,25 @@ def describe(failed: pool.RankFailed, file: str) -> str:
         if rank not in reports:  # an error outside of the test's body
             lines.append(str(failure))
     for rank, code in failed.died.items():
-        lines.append(f"DIED: rank {rank}{line_of(failed.places[rank], file)}, exit status {code}")
+        freed = ", a segmentation fault: was memory freed that is still used, or written to by a collective?"
+        lines.append(
+            f"DIED: rank {rank}{line_of(failed.places[rank], file)}, exit status {code}"
+            + (freed if code == -signal.SIGSEGV else "")
+        )
     for rank in failed.silent:
         lines.append(f"HANGS: rank {rank}{line_of(failed.places[rank], file)}")
+    if failed.silent and not failed.failures and not failed.died:
+        ended = sorted({*range(ranks)} - {*failed.silent})
+        if ended:
+            lines.append(f"The ranks {ended} have ended the test: the others wait for them, or never end a loop.")
+        lines.append(IN_ORDER)
     return "\n".join(lines)
 
 
 def line_of(place: str, file: str) -> str:
-    """ " in line 12", the innermost line of the student's file among the lines of a fault handler."""
+    """ " in line 12: work.wait()", the innermost line of the student's file among the lines of a fault handler."""
     found = re.search(rf'File "{re.escape(file)}", line (\d+)', place)
-    return f" in line {found[1]}" if found else ""
+    return f" in line {found[1]}: {linecache.getline(file, int(found[1])).strip()}" if found else ""
 
 
 # Tasks.
@@ -442,9 +491,9 @@ def measure(stage, backwards: int = 1, **options) -> Measured:
         gathered[:] = [(0, 0)]
         with Timeline(engine) as timeline:
             in_backward, in_flight = train_micro_batches(engine, 1, backwards, timeline)
-            left = [span.name for span in timeline.under_way()]
+            left = under_way(timeline)
         peak = memory.peak
-    expect("collectives that nobody has waited for", left, [])
+    expect("collectives that were never waited for", left, {})
     sent = [sent_bytes(each.name, each.nbytes, len(each.ranks)) for each in timeline.collectives]
     across = 0.0
     for each, nbytes in zip(timeline.collectives, sent):

@@ -14,6 +14,7 @@ from zerolab.teach.check.helpers import (
     SLACK,
     WIDTH,
     all_ranks,
+    all_waited_for,
     alone,
     backward,
     build,
@@ -73,11 +74,11 @@ def test_the_mean_arrives_in_the_shard(stage):
     """Of one backward, and the sum over two."""
     engine, right = build(stage), build(ZeRO2)
     for number in (1, 2):
-        for each in (engine, right):
-            backward(each, number)
         after = f"after {number} backward(s) and reduce_gradients()"
         for each in (engine, right):
-            each.reduce_gradients()
+            with all_waited_for("reduce_gradients()"):
+                backward(each, number)
+                each.reduce_gradients()
         for index, (found, expected) in enumerate(zip(shards(engine), shards(right))):
             expect_values(f"the gradient of shard {index} {after}", found.grad, expected.grad)
 

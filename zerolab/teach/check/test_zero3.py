@@ -11,6 +11,7 @@ from torch import nn
 from zero3 import ZeRO3
 from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
+    all_waited_for,
     alone,
     backward,
     build,
@@ -118,13 +119,14 @@ def test_gathered_into_the_weights(stage):
     engine, right = build(stage), build(ZeRO3)
     for unit, expected in zip(engine.units, right.units):
         storage = unit.flat.untyped_storage()._cdata
-        unit.start_gather()
-        expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
-        expect(f"unit.allocated of {unit.name} after start_gather()", unit.allocated, True)
-        work = unit.work
-        unit.start_gather()
-        expect("whether a second start_gather() changes nothing", unit.work is work, True)
-        unit.wait()
+        with all_waited_for("wait()"):
+            unit.start_gather()
+            expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
+            expect(f"unit.allocated of {unit.name} after start_gather()", unit.allocated, True)
+            work = unit.work
+            unit.start_gather()
+            expect("whether a second start_gather() changes nothing", unit.work is work, True)
+            unit.wait()
         expect(f"unit.work of {unit.name} after wait()", unit.work, None)
         unit.wait()
         expect("whether the storage under the weights is the same", unit.flat.untyped_storage()._cdata, storage)
