@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,10 +185,13 @@ class Record(Listener):
 
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         kind = f"{collective.name} of {collective.nbytes:,} bytes among {len(collective.ranks)} ranks"
+        if self.units and collective.unit:
+            kind += f" for {collective.unit}"
         place = len(self.collectives)
         if self.allowed is not None:
             expected = self.allowed[place] if place < len(self.allowed) else "none more"
-            expect(f"collective {place + 1} of the training", kind, expected)
+            before = self.events[-1] if self.events else "the beginning"
+            expect(f"collective {place + 1} of the training, after '{before}'", kind, expected)
         self.collectives.append(kind)
         self.sent[collective.number] = (tensors[-1], tensors[-1]._version)
         self.add(f"starts {kind}")
@@ -399,7 +403,8 @@ def explained(error: BaseException, file: str) -> tuple[int, str]:
     if isinstance(error, Differs):
         return 2, f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
     if not lines:
-        where = f"\nin the test: {trace[-1].line}"
+        in_tests = [frame for frame in trace if Path(frame.filename).parent == Path(__file__).parent]
+        where = f"\nin the test: {in_tests[-1].line}" if in_tests else ""
     if isinstance(error, RuntimeError) and (process_group.lost(message) or "imed out" in message):
         return 0, f"HANGS: this rank waited for the others in vain{where}\n{IN_ORDER}"
     return 2, f"{explanation(message) or f'{type(error).__name__}: {message}'}{where}"
@@ -439,9 +444,8 @@ def describe(failed: pool.RankFailed, file: str, ranks: int) -> str:
         lines.append(f"HANGS: rank {rank}{line_of(failed.places[rank], file)}")
     if failed.silent and not failed.failures and not failed.died:
         ended = sorted({*range(ranks)} - {*failed.silent})
-        if ended:
-            lines.append(f"The ranks {ended} have ended the test: the others wait for them, or never end a loop.")
-        lines.append(IN_ORDER)
+        lines.append("A rank that hangs is in a loop that never ends, or waits for a collective of another rank.")
+        lines.append(f"Ranks that had ended the test: {ended or 'none'}. {IN_ORDER}")
     return "\n".join(lines)
 
 

@@ -90,8 +90,8 @@ def test_the_neighbours(stage, prefetch):
     for unit in engine.units:
         name = unit.name.removeprefix("blocks.")
         for which, expected in zip(("following", "preceding"), AHEAD[prefetch][name]):
-            found = "".join(each.name.removeprefix("blocks.") for each in getattr(unit, which))
-            expect(f"{which} of unit {name} with prefetch {prefetch}", found, expected)
+            found = [each.name.removeprefix("blocks.") for each in getattr(unit, which)]
+            expect(f"{which} of unit {name} with prefetch {prefetch}", found, [*expected])
     for unit in build(stage, prefetch=prefetch, group=alone()).units:
         expect(f"units ahead of {unit.name} with one rank", [*unit.following, *unit.preceding], [])
 
@@ -103,6 +103,8 @@ def test_freed_memory_and_a_shard_that_stays(stage):
     for unit, expected in zip(engine.units, right.units):
         expect_values(f"the shard of {unit.name}", unit.shard.detach(), expected.shard.detach())
         expect(f"bytes under the shard of {unit.name}", unit.shard.untyped_storage().nbytes(), unit.shard.nbytes)
+        what = f"elements of self.flat of {unit.name} after free(), which takes only its memory away"
+        expect(what, unit.flat.numel(), expected.flat.numel())
         unit.start_gather()
         views = [param.detach().t() if param.ndim == 2 else param.detach() for param in unit.params]
         unit.free()  # also waits: the gather may still be in flight
