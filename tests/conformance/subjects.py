@@ -22,7 +22,7 @@ class Subject:
     """The `engine` argument of a test. Calling it builds an engine: `engine(model, optimizer, **options)`.
 
     name        its name, or the path of its file
-    like        the stage of ours that it is, or None
+    like        the stage of ours that it is; "free": a student's file without a chapter's structure; or None
     chapter     whether it is a chapter: it has what the lesson promises, and no more
     documented  what other people's engines document (others.py); None for ours
     file        the user's file that has it, or None
@@ -95,7 +95,10 @@ def subject(name: str) -> Subject:
         if kind == "student":
             return Subject(name, build, EXERCISES[exercise].chapter, chapter=True, promise=promise)
         # Without the chapter's structure it is asked like any engine in a file of its own.
-        return Subject(name, partial(without_options, build), documented=Documented(()), file=file, promise=promise)
+        like = "free" if exercise == EXERCISES[exercise].chapter else None
+        return Subject(
+            name, partial(without_options, build), like, documented=Documented(()), file=file, promise=promise
+        )
     if name.endswith(".py"):
         known = {engine.file: engine for engine in engines.ENGINES.values()}
         if name not in known:

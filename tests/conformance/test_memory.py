@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from conformance.pair import Pair
 from conformance.subjects import subject
+from zerolab.teach.check import student
+from zerolab.teach.check.helpers import same_memory
+from zerolab.teach.exercises import EXERCISES
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 FUSED = partial(torch.optim.AdamW, lr=1e-3, fused=True)  # makes no temporary tensors
@@ -185,6 +188,15 @@ def test_peak_is_the_accounting(engine):
         return
     _, of_chapter = peak_of(subject(f"{engine.like}.py"))
     assert of_chapter <= peak <= of_chapter + 4 * len(updated(trained)), "the engine needs more than its chapter"
+
+
+@pytest.mark.stages("free")
+@pytest.mark.chapters
+def test_a_free_file_needs_no_more_bytes_than_the_chapter(engine):
+    """Of `./launch.sh check`. What such a file keeps where is unknown, so all that is alive is counted."""
+    _, name, file = engine.name.split(":", 2)
+    exercise = EXERCISES[name]
+    same_memory(student.stage_of(name, file, None), getattr(exercise.solution(), exercise.engine))
 
 
 @pytest.mark.stages("zero3")

@@ -411,13 +411,18 @@ def explained(error: BaseException, file: str) -> tuple[int, str]:
 
 
 def explanation(message: str) -> str:
-    """The cause of some torch errors in an exercise, or ""."""
+    """The cause of some errors in an exercise, or ""."""
     sizes = re.search(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)", message)
     if sizes:
         return (
             f"a tensor needs {sizes[1]} bytes, and its storage has {sizes[2]}. Does resize_() get bytes (numel() * "
             "element_size())?"
         )
+    if "Check failed: outputShape" in message or "tensor size" in message:
+        shown = message.rpartition("Check failed: ")[2].strip()
+        return f"sizes of a collective do not fit: {shown}. Are its output and input swapped, or is one not whole?"
+    if "'NoneType' object has no attribute" in message:
+        return f"{message}. Is a `return` missing somewhere, or `async_op=True`?"
     if "setStorage" in message or "storage of size 0" in message:
         return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
     return ""

@@ -105,7 +105,10 @@ def test_only_the_bucket_whose_turn_it_is_is_sent(stage):
 def test_what_is_missing(stage):
     engine = build(stage)
     for bucket in engine.buckets:
-        expect(f"what is missing in {bucket.name} after the build", bucket.missing, set(bucket.params))
+        expect(f"the type of `missing` of {bucket.name}", type(bucket.missing).__name__, "set")
+        missing = [name for name, param in zip(bucket.names, bucket.params) if param in bucket.missing]
+        expect(f"what is missing in {bucket.name} after the build", missing, [*bucket.names])
+        expect(f"how many are missing in {bucket.name} after the build", len(bucket.missing), len(bucket.params))
     backward(engine)
     for bucket in engine.buckets:
         expect(f"how many gradients are missing in {bucket.name} after backward", len(bucket.missing), 0)
