@@ -92,6 +92,8 @@ def must_raise(what: str, function, *arguments) -> str:
         if process_group.lost(str(error)):
             raise
         return str(error)
+    except Exception as error:
+        raise Differs(what, "a RuntimeError", f"{type(error).__name__}: {error}") from error
     raise Differs(what, "a RuntimeError", "no error")
 
 

@@ -143,6 +143,10 @@ def test_a_missing_gradient_is_refused(stage, bucket_bytes):
         must_raise(what, engine.reduce_gradients)
         engine.zero_grad()
     engine.model.used = (True, True)
+    F.mse_loss(engine(inputs), targets).backward()
+    engine.reduce_gradients()
+    expect("self.in_flight after reduce_gradients()", engine.in_flight, None)
+    engine.zero_grad()
     engine.training_step(inputs, targets, F.mse_loss)
     must_raise("reduce_gradients() without a backward", engine.reduce_gradients)
 
