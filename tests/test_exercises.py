@@ -303,14 +303,18 @@ def test_one_file_its_hints_and_its_exit_status(tmp_path, capfd):
 
 @pytest.mark.long
 def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
-    """A file that shares nothing of the chapter's structure, and is correct; and one that is wrong."""
+    """A file that shares nothing of the chapter's structure, and is correct; and two that are wrong."""
     free = SOLUTIONS / "zero2_free.py"
     status, said = run(capfd, "zero2", "--file", str(free))
     assert status == 0 and "is correct" in said, said
     file = tmp_path / "mine.py"
-    file.write_text(free.read_text().replace("shard /= self.world_size", "pass"))
-    status, said = run(capfd, "zero2", "--file", str(file))
-    assert status == 1 and "FAILED All steps" in said, said
+    for line, instead in (
+        ("shard /= self.world_size", "pass"),
+        ("work = dist", "shard.whole = whole; work = dist"),  # whole gradients stay as long as the shard's
+    ):
+        file.write_text(free.read_text().replace(line, instead))
+        status, said = run(capfd, "zero2", "--file", str(file))
+        assert status == 1 and "FAILED All steps" in said, said
 
 
 @pytest.mark.long
