@@ -318,6 +318,16 @@ def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
 
 
 @pytest.mark.long
+def test_names_are_free_in_a_file_without_the_chapters_structure(tmp_path, capfd):
+    """Its `units` have no `start_gather`, with which conformance gathers the weights of the chapter."""
+    file = tmp_path / "mine.py"
+    text = (ROOT / "zero3.py").read_text()
+    file.write_text(text.replace("start_gather", "fetch").replace("before_forward", "enter"))
+    status, said = run(capfd, "zero3", "--file", str(file))
+    assert status == 0 and "is correct" in said, said
+
+
+@pytest.mark.long
 def test_a_folder_of_submissions(tmp_path, capfd):
     """Correct, endless, not begun, no Python: each has its line, its points and its reason."""
     reduce = "def start_reduce(self, bucket):\n    bucket.shard.grad = torch.empty_like(bucket.shard)\n    return "
