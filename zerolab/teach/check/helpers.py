@@ -421,7 +421,7 @@ def explanation(message: str) -> str:
             "element_size())?"
         )
     if "Check failed: outputShape" in message or "tensor size" in message:
-        shown = message.rpartition("Check failed: ")[2].strip()
+        shown = message.rpartition("Check failed: ")[2].strip(" .\n")
         return f"sizes of a collective do not fit: {shown}. Are its output and input swapped, or is one not whole?"
     if "'NoneType' object has no attribute" in message:
         return f"{message}. Is a `return` missing somewhere, or `async_op=True`?"
