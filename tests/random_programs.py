@@ -6,7 +6,7 @@
 A seed gives a `Program`: a model (random_models.py), options of an engine, and a list of operations. Each rank runs the
 operations twice, with the engine on its own batches and with plain torch on the batches of all ranks. A program is
 correct if all losses, norms and weights are equal, and if the engine raises an error exactly where plain torch does.
-A program that fails is made as small as possible, and printed as a script.
+A program that fails is printed as a script, from which parts and operations can be deleted.
 
 What the documentation lists as a limit is not part of a program: see `does_not_fit` and `skipped`. An error that the
 documentation lists may end a program: see `DOCUMENTED`.
@@ -21,7 +21,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -499,7 +498,7 @@ def draw_values(dice, table):
     return {name: dice.choice(values) for name, (often, *values) in table.items() if dice.random() < often}
 
 
-# Running and shortening.
+# Running.
 
 
 def failure_of(program):
@@ -511,58 +510,6 @@ def failure_of(program):
     if any(refused) and not all(refused):
         return f"some ranks raise a documented error, and others none: {refused}", True
     return "", any(refused)
-
-
-def kind_of(failure):
-    """The last line of a failure without its numbers and names, to tell one failure from another."""
-    last = failure.strip().splitlines()[-1]
-    return re.sub(r"[\d.e+-]+|'.*?'", "", last)[:60]
-
-
-def shorten(program, failure, seconds, run=failure_of):
-    """(a smaller program that fails like `program`, its failure). `run` replaces `failure_of` in a test."""
-    end = time.monotonic() + seconds
-    again = True
-    while again:
-        again = False
-        for smaller in smaller_programs(program):
-            if time.monotonic() > end:
-                return program, failure
-            if does_not_fit(smaller):
-                continue
-            found, _ = run(smaller)
-            if found and kind_of(found) == kind_of(failure):
-                program, failure, again = smaller, found, True
-                break
-    return program, failure
-
-
-def smaller_programs(program):
-    """Programs with one thing less, the largest things first."""
-    replace = dataclasses.replace
-    operations, options = program.operations, program.options
-    for ranks in range(1, program.ranks):  # fewer ranks also start faster
-        yield replace(program, ranks=ranks)
-    for size in (8, 4, 2, 1):
-        for begin in range(0, len(operations), size):
-            yield replace(program, operations=operations[:begin] + operations[begin + size :])
-    yield from with_one_default(program)
-    for name in options:
-        yield replace(program, options={other: value for other, value in options.items() if other != name})
-    models = list(with_one_default(program.model))
-    parts = program.model.parts
-    for index, part in enumerate(parts):
-        for fewer in ((), *((plainer,) for plainer in with_one_default(part))):
-            models.append(replace(program.model, parts=parts[:index] + fewer + parts[index + 1 :]))
-    for model in models:
-        yield replace(program, model=model)
-
-
-def with_one_default(value):
-    """Copies of a dataclass, each with the default of another field."""
-    for each in dataclasses.fields(value):
-        if each.default not in (dataclasses.MISSING, getattr(value, each.name)):
-            yield dataclasses.replace(value, **{each.name: each.default})
 
 
 def as_script(program):
@@ -585,22 +532,17 @@ def check(program):
     print("ended by a documented error" if refused else "correct")
 
 
-def report_of(seed, seconds=60):
-    """ "", or the failure of a seed's program and the shortened program."""
-    failure, _ = failure_of(draw(seed))
-    if not failure:
-        return ""
-    program, failure = shorten(draw(seed), failure, seconds)
-    return f"The program of seed {seed}, shortened, fails with\n\n{failure}\n\n{as_script(program)}\n"
+def report_of(seed):
+    """ "", or the failure of a seed's program and the program."""
+    program = draw(seed)
+    failure, _ = failure_of(program)
+    return f"The program of seed {seed} fails with\n\n{failure}\n\n{as_script(program)}\n" if failure else ""
 
 
 def main():
     parser = argparse.ArgumentParser(description="Run random training programs, and print those that fail.")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first program (default 0)")
     parser.add_argument("--count", type=int, default=100, help="the number of programs (default 100)")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="seconds for shortening a failing program (default 60)"
-    )
     parser.add_argument("--print", action="store_true", help="print the programs instead of running them")
     options = parser.parse_args()
     found = 0
@@ -609,7 +551,7 @@ def main():
         if options.print:
             print(f"# Seed {seed}\n{as_script(draw(seed))}\n")
         else:
-            report = report_of(seed, options.seconds)
+            report = report_of(seed)
             found += bool(report)
             print(report or f"seed {seed}: {draw(seed).subject} on {ranks_of(seed)} rank(s): correct", flush=True)
     if not options.print:

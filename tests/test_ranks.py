@@ -42,28 +42,26 @@ def all_end(pids: list[int]) -> bool:
     return not there
 
 
-def test_what_the_ranks_say_arrives_item_by_item(start):
-    both = (
-        "ranks.report(folder, 'second', rank, {'of': 10 + rank, 'n': os.environ['WORLD_SIZE'], 'v': os.environ['V']})"
-    )
-    with start(f"{both}\nprint('hello')", V="7", quiet=True) as there:
-        found = dict(there.verdicts(["first", "second"]))
-    assert [verdict["of"] for verdict in found["first"]] == [0, 1]
-    assert found["second"] == [{"of": 10 + rank, "n": "2", "v": "7"} for rank in (0, 1)]
-    assert there.text.count("hello") == 2 and not there.folder.exists()
-
-
-def test_a_rank_that_is_killed_is_told_and_keeps_to_its_item(start):
-    with start("""
+def test_verdicts_arrive_item_by_item_and_a_killed_rank_fails_its_item(start):
+    with start(
+        """
+        ranks.report(folder, "second", rank, {"of": 10 + rank, "n": os.environ["WORLD_SIZE"], "v": os.environ["V"]})
+        print("hello", flush=True)
         open(f"{folder}/now.{rank}", "w").write("barrier")
+        ranks.wait_for_reports(folder, "second", 2, 60)
         if rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        ranks.report(folder, "second", rank, {"status": "passed"})
-    """) as there:
-        found = dict(there.verdicts(["first", "second", "third"]))
-    assert found["second"][0] == {"status": "passed"}
-    said = "was killed by SIGKILL (out of memory? kill -9?); the last collective it was in: barrier"
-    assert found["second"][1] == {"status": "died", "error": said}
+        ranks.report(folder, "third", rank, {"status": "passed"})
+        """,
+        V="7",
+        quiet=True,
+    ) as there:
+        found = dict(there.verdicts(["first", "second", "third", "fourth"]))
+    assert [verdict["of"] for verdict in found["first"]] == [0, 1]
+    assert found["second"] == [{"of": 10 + rank, "n": "2", "v": "7"} for rank in (0, 1)]
+    error = "was killed by SIGKILL (out of memory? kill -9?); the last collective it was in: barrier"
+    assert found["third"] == [{"status": "passed"}, {"status": "died", "error": error}]
+    assert there.text.count("hello") == 2 and not there.folder.exists()
 
 
 @pytest.mark.long
@@ -76,12 +74,12 @@ def test_ranks_that_hang_are_ended_when_their_time_is_over(start, monkeypatch):
             found[item] = verdicts
             there.until = time.monotonic()  # both have begun: their time is over
     pids = [verdict["pid"] for verdict in found["first"]]
-    said = "had not come to its end after 300 s, and was ended"
-    assert [verdict["error"] for verdict in found["second"]] == [said] * 2, found
+    error = "had not come to its end after 300 s, and was ended"
+    assert [verdict["error"] for verdict in found["second"]] == [error] * 2, found
     assert all_end(pids)
 
 
-def test_ranks_that_never_begin_say_nothing_and_their_last_words_are_kept(start, tmp_path):
+def test_ranks_that_never_begin_report_nothing_and_their_output_is_kept(start, tmp_path):
     there = start("")
     (tmp_path / "ranks.py").write_text("nonsense\n")
     with there:

@@ -332,6 +332,7 @@ def test_replacing_gradients_of_zero1_is_refused(engine, change):
 
 
 @pytest.mark.stages("zero1")
+@pytest.mark.chapters
 def test_gradients_that_left_zero1s_bucket_are_refused(engine):
     """`create_graph=True` makes new gradients, which would not be sent."""
     pair = Pair(engine, seeded(Blocks))
@@ -492,6 +493,7 @@ class Clamped(Block):
 
 
 @pytest.mark.stages("zero3")
+@pytest.mark.chapters
 @pytest.mark.parametrize("where, name", [("unit", "blocks.1"), ("root", "root")])
 @pytest.mark.parametrize("when", ["training", "evaluation"])
 def test_a_forward_that_writes_to_its_weights_is_refused(engine, where, name, when):
@@ -595,6 +597,7 @@ def test_reentrant_checkpoints_train(engine):
 
 
 @pytest.mark.stages("zero3")
+@pytest.mark.chapters
 def test_saved_weights_outside_of_a_backward(engine):
     """torchviz and debuggers read what autograd has saved. A gathered weight is returned, a freed one is named."""
     pair = Pair(engine, seeded(Blocks))

@@ -25,9 +25,10 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 
 @pytest.mark.ranks(2, thorough=(3,))
 @pytest.mark.chapters
-def test_several_backwards_before_a_step_add_up(engine):
-    """Gradient accumulation needs no option."""
-    pair = Pair(engine, seeded(Tied))
+@pytest.mark.parametrize("model", [Tied, Tiny])
+def test_several_backwards_before_a_step_add_up(engine, model):
+    """Gradient accumulation needs no option. In `Tiny` a gradient is the first event of a backward."""
+    pair = Pair(engine, seeded(model))
     for step in range(3):
         for micro in range(3):
             pair.backward(3 * step + micro)

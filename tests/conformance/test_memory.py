@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, Recomputed, Recorder, Tied, Tiny, mse, own_batch, seeded, storage_bytes
+from helpers import Block, Blocks, Recomputed, Recorder, Tied, Tiny, mse, own_batch, seeded, storage_bytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -241,6 +241,27 @@ def test_zero3_frees_what_it_gathers(engine, model, prefetch):
             assert gathered(model) == 0, "gathered after an evaluation"
     ahead = prefetch if dist.get_world_size() > 1 else 0
     assert max(recorder.probed) <= root + sum(sizes[: 1 + ahead])
+
+
+class LateReader(Block):
+    """Backward reads a weight of the unit after the last of the unit's gradients."""
+
+    def forward(self, x):
+        return super().forward(x * self.scale.detach())
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.chapters
+def test_zero3_frees_a_unit_that_is_gathered_again(engine):
+    """It was freed with its last gradient, and is gathered once more."""
+    model = seeded(Blocks)
+    model.blocks[1] = seeded(LateReader)
+    trained = engine(model, ADAMW(model.parameters()))
+    with Recorder() as recorder:
+        mse(trained, *own_batch(0)).backward()
+    gathers = [name for name, _ in recorder.collectives if name == "all-gather"]
+    assert len(gathers) == 2 * 3 + 1 + 1, "the unit was not gathered again, so this proves nothing"
+    assert gathered(model) == 0
 
 
 class PartlyFrozen(Wide):

@@ -530,9 +530,11 @@ def test_units_that_backward_visits_twice(engine, case, find_unused):
 
 
 @pytest.mark.stages("zero3")
-def test_a_tensor_that_is_passed_on_brings_nothing_back(engine):
-    """With `find_unused` each unit is gathered twice and reduced once, also if it returns one of its inputs."""
-    pair = Pair(engine, seeded(PassesOn), data=leaves, loss=mse, find_unused=True)
+@pytest.mark.chapters
+@pytest.mark.parametrize("options", [{}, {"find_unused": True}], ids=str)
+def test_a_tensor_that_is_passed_on_brings_nothing_back(engine, options):
+    """Each unit is gathered twice and reduced once, also if it returns one of its inputs."""
+    pair = Pair(engine, seeded(PassesOn), data=leaves, loss=mse, **options)
     pair.train(1)
     with Recorder(probe=None) as recorder:
         pair.loss_of_engine().backward()

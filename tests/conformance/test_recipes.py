@@ -274,7 +274,7 @@ def test_layers_with_unusual_weights_are_units(engine):
 @pytest.mark.chapters("zero3")
 def test_three_hundred_units(engine):
     """As many hooks, gathers and reductions, and no recursion."""
-    Pair(engine, seeded(Deep), tolerance=1e-10).train(2)
+    Pair(engine, seeded(Deep), tolerance=1e-10).train(1)
 
 
 class Deep(Blocks):
