@@ -51,7 +51,7 @@ def swept() -> dict[str, dict[str, dict]]:
 
 
 @pytest.mark.thorough
-def test_every_sweep_runs_and_its_choices_differ_in_what_they_say():
+def test_every_sweep_runs_and_its_choices_differ_in_their_labels():
     found = run_on_ranks(2, swept)[0]
 
     def of(sweep: str, what: str) -> list[int]:

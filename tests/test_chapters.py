@@ -616,7 +616,7 @@ def check_trace(printed):
 
 
 @pytest.mark.parametrize("command", ["zero1.py --bucket-mb 1", "zero2.py --bucket-mb 1"])
-def test_a_chapter_without_torchrun_says_how_to_start_it(empty_folder, command):
+def test_a_chapter_without_torchrun_names_the_command(empty_folder, command):
     """One line, and the exit status 1."""
     chapter, *_ = command.split()
     run = torchrun(command.split(), empty_folder)

@@ -190,7 +190,7 @@ def test_a_run_resumes_to_the_bit(ranks, stage, tmp_path):
 @two_ranks
 @pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO1Engine, ZeRO3Engine)])
 @on_every_rank
-def test_training_goes_on_during_a_save(ranks, stage, tmp_path):
+def test_training_continues_during_a_save(ranks, stage, tmp_path):
     """`async_save` saves the values at the time of the call, although training changes them meanwhile."""
     is_resumed(build(stage), build(stage, seed=3), tmp_path, save=checkpoint.async_save)
 

@@ -44,7 +44,7 @@ def finished(tmp_path, *command):
 
 
 @pytest.mark.long
-def test_outcomes_are_told_apart_and_the_other_engines_go_on(tmp_path):
+def test_outcomes_are_distinguished_and_the_other_engines_continue(tmp_path):
     """By pytest itself. The exit status is 1, and the table has a row for each engine."""
     command = ["-m", "pytest", "-q", "tests/conformance", "-k", "trains_as_one_process and Blocks", "--ranks", "2"]
     for file in files(tmp_path, {name: text for name, (text, _) in OTHERS.items()}):

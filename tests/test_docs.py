@@ -35,7 +35,7 @@ def test_what_is_generated_is_up_to_date_and_every_block_is_shown_somewhere():
     assert shown == set(docs.BLOCKS)
 
 
-def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_reports_and_refuses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("zerolab.measure.figures.FIGURES", {})  # they are drawn in the next test
     (tmp_path / "docs").mkdir()
     page, readme = tmp_path / "docs" / "page.md", tmp_path / "README.md"
@@ -48,14 +48,14 @@ def test_the_command_writes_says_and_refuses(tmp_path, monkeypatch, capsys):
     assert docs.main([]) == 0 and f"written: {page}" in capsys.readouterr().out
     assert f">{docs.exhibits()}<" in page.read_text() and f">{docs.exhibits_of('zero2')}<" in page.read_text()
     assert docs.main(["--check"]) == 0 and "up to date: 2\n" in capsys.readouterr().out
-    for wrong, said in (
+    for wrong, message in (
         ("<!-- generated: weather --><!-- end -->", "'weather'"),
         ("<!-- generated: claims -->", "end"),
     ):
         page.write_text(wrong)
         with pytest.raises(SystemExit, match="2"):
             docs.main([])
-        assert said in capsys.readouterr().err and page.read_text() == wrong
+        assert message in capsys.readouterr().err and page.read_text() == wrong
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -118,16 +118,16 @@ def commands(page: str) -> list[list[str]]:
 
 def offered() -> set[str]:
     """The commands that `./launch.sh help` lists, one line each."""
-    _, said, _ = typed("help")
-    listed = re.findall(r"^\./launch\.sh (\S+)", said, re.MULTILINE)
+    _, printed, _ = typed("help")
+    listed = re.findall(r"^\./launch\.sh (\S+)", printed, re.MULTILINE)
     return {name for name in "|".join(listed).split("|") if re.fullmatch(r"[a-z]\w*", name)}
 
 
 def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
     known, named, options = offered(), set(), {}
     for command in known - {"help", "notebooks", "test"}:  # Jupyter and pytest read the options of these
-        status, said, _ = typed(f"{command} --help")
-        options[command] = set(re.findall(r"--[a-zA-Z-]+", said))
+        status, printed, _ = typed(f"{command} --help")
+        options[command] = set(re.findall(r"--[a-zA-Z-]+", printed))
         assert status == 0 and "--help" in options[command], command
     for page in PAGES:
         for words in commands(page):

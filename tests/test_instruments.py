@@ -135,7 +135,7 @@ def a_collectives_span() -> None:
         span, patience = timeline._under_way[id(work)][1], time.perf_counter() + 30
         while span.end is None and time.perf_counter() < patience:
             time.sleep(0.001)
-        told = time.perf_counter()
+        ended = time.perf_counter()
         work.wait()
         work = reduce_scatter(shard, whole, async_op=True)
         time.sleep(0.01)
@@ -146,7 +146,7 @@ def a_collectives_span() -> None:
     gather, reduce = (span for span in timeline.spans if span.lane == "collectives")
     assert (gather.name, gather.nbytes) == ("all-gather", 256)
     assert (reduce.name, reduce.nbytes) == ("reduce-scatter", 256)
-    assert issued <= gather.start + timeline.opened <= gather.end + timeline.opened <= told < patience
+    assert issued <= gather.start + timeline.opened <= gather.end + timeline.opened <= ended < patience
     assert waited <= reduce.end + timeline.opened <= done  # gloo's ends inside the wait
 
 
@@ -192,11 +192,11 @@ def gpus(device: int, clock=time.perf_counter):
 
 def gloo_on_the_second_gpu() -> None:
     """Gloo reports an end in its own thread, which knows nothing about the GPU."""
-    whole, shard, told = torch.zeros(64), torch.ones(32), threading.Event()
+    whole, shard, reported = torch.zeros(64), torch.ones(32), threading.Event()
     with gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
         work = all_gather(whole, shard, async_op=True)
-        work.get_future().then(lambda _: told.set())  # after what the timeline may have asked for
-        assert told.wait(30)
+        work.get_future().then(lambda _: reported.set())  # after what the timeline may have asked for
+        assert reported.wait(30)
         before = time.perf_counter()
         work.wait()
         events = [timeline.now()]
@@ -449,13 +449,13 @@ def the_rooms_listing() -> None:
     inputs, targets = vector_batch()
     engine = built(ZeRO3)
     given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss}
-    said = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         exec(LISTING, given)
         if dist.get_rank() == 0:
             trace = json.loads(Path("trace.json").read_text())
             assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}
-    assert "all-gather" in said.getvalue()
+    assert "all-gather" in printed.getvalue()
 
 
 ON_TWO_RANKS = (

@@ -43,8 +43,8 @@ def test_the_referee_compares(tmp_path):
     assert "MATCH: all 10 engines train alike." in result.stdout
     assert "torchrun --standalone --nproc-per-node 2 -m fsdp2_compare" in result.stdout
     assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
-    told = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
-    assert report["match"] is True and told.items() <= report.items()
+    expected = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
+    assert report["match"] is True and expected.items() <= report.items()
     # That the parts of a step make the step, and that a slow rank is found, is held by tests/test_step_time.py.
     assert report["slow_rank"] == [1, 0.01] and "rank 1 was delayed by 10 ms" in result.stdout
     psi, root = 4 * 34_688, 37_120  # bytes; ZeRO-3 and FSDP2 gather the root once, and the units twice
@@ -523,7 +523,7 @@ def test_two_machines_on_loopback():
     assert "training step" not in second.stdout
 
 
-def test_long_work_says_that_it_goes_on(capsys, monkeypatch):
+def test_long_work_reports_its_progress(capsys, monkeypatch):
     assert list(progress.with_progress("abc", "letters")) == [*"abc"]
     assert capsys.readouterr().err == ""  # it was quick
     monkeypatch.setattr(progress, "QUIET", -1)

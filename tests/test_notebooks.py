@@ -43,14 +43,14 @@ def test_a_prediction_is_asked_and_kept_before_it_is_answered(file):
     cells = json.loads(file.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     asked = [place for place, text in enumerate(sources) if "**Predict.**" in text]
-    told = {}  # question -> the cell that says what was found
+    answers = {}  # question -> the cell that says what was found
     for place, text in enumerate(sources):
         for found in re.findall(r'quiz\.(?:compare|reveal)\(\s*"(.*?)"', text):
-            told[found] = place
+            answers[found] = place
     for place in asked:
         question = re.match(r'quiz\.keep\(\s*"(.*?)"[^)]*=\.\.\.', sources[place + 1])
-        assert told.pop(question[1]) > place + 1
-    assert not told
+        assert answers.pop(question[1]) > place + 1
+    assert not answers
 
 
 @each
@@ -135,7 +135,7 @@ def run_first_cell(folder: Path, address: str = ""):
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
 
 
-def test_the_first_cell_finds_the_project_clones_it_or_says_where_it_looked(tmp_path):
+def test_the_first_cell_finds_the_project_clones_it_or_names_where_it_looked(tmp_path):
     for folder in (ROOT, ROOT / "notebooks"):
         assert run_first_cell(folder).stdout.strip() == str(ROOT)
     lost = run_first_cell(tmp_path)
@@ -151,7 +151,7 @@ def test_the_first_cell_finds_the_project_clones_it_or_says_where_it_looked(tmp_
         assert result.stdout.strip() == str(opened / "zero-from-scratch"), result.stderr
 
 
-def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
+def test_ready_chooses_the_cpu_and_names_what_is_missing(monkeypatch, capsys):
     monkeypatch.delenv("ZERO_NOTEBOOK_DEVICE", raising=False)
     monkeypatch.setattr(accelerator, "count", lambda: 2)
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
@@ -162,20 +162,20 @@ def test_ready_chooses_the_cpu_and_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setenv("ZERO_NOTEBOOK_DEVICE", "cuda")
     assert anywhere.ready() == "cuda"
     monkeypatch.setattr(accelerator, "count", lambda: 0)
-    for device, version, said in (
+    for device, version, message in (
         ("cuda", "2.13.0", "torch sees no GPU here"),
         ("tpu", "2.13.0", "got 'tpu'"),
         ("cpu", "2.9.1+cu128", "torch 2.9.1 is installed, and 2.11 or newer is needed"),
     ):
         monkeypatch.setattr(torch, "__version__", version)
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             anywhere.ready(device)
 
 
 # Functions that all notebooks use.
 
 
-def test_a_command_is_run_as_typed_and_says_why_it_fails(tmp_path, capfd, monkeypatch):
+def test_a_command_is_run_as_typed_and_its_failure_is_explained(tmp_path, capfd, monkeypatch):
     returned = notebook.run("./launch.sh help")
     assert capfd.readouterr().out.startswith("$  ./launch.sh help\n") and "zero1|zero2|zero3" in returned
     assert notebook.part(returned, "Run", "Extras").splitlines()[0] == "Run and measure"

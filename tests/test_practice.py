@@ -53,25 +53,25 @@ def test_hints_come_one_by_one(cell, capsys):
         assert hint in capsys.readouterr().out
 
 
-def check(cell, solution, said, begins, is_correct, capsys):
+def check(cell, solution, message, begins, is_correct, capsys):
     assert practice.check(cell, solution) is is_correct
     printed = capsys.readouterr().out
-    assert printed.startswith(begins) and said in printed, printed
+    assert printed.startswith(begins) and message in printed, printed
 
 
-@pytest.mark.parametrize("cell, solution, said", solutions.CORRECT)
-def test_a_correct_solution(cell, solution, said, capsys):
-    check(cell, solution, said, "correct: ", True, capsys)
+@pytest.mark.parametrize("cell, solution, message", solutions.CORRECT)
+def test_a_correct_solution(cell, solution, message, capsys):
+    check(cell, solution, message, "correct: ", True, capsys)
 
 
-@pytest.mark.parametrize("cell, solution, said", solutions.NOT_YET)
-def test_half_of_a_solution_is_not_yet_one(cell, solution, said, capsys):
-    check(cell, solution, said, "not yet: ", False, capsys)
+@pytest.mark.parametrize("cell, solution, message", solutions.NOT_YET)
+def test_half_of_a_solution_is_not_yet_one(cell, solution, message, capsys):
+    check(cell, solution, message, "not yet: ", False, capsys)
 
 
-@pytest.mark.parametrize("cell, solution, said", solutions.WRONG)
-def test_a_mistake(cell, solution, said, capsys):
-    check(cell, solution, said, "not correct yet: ", False, capsys)
+@pytest.mark.parametrize("cell, solution, message", solutions.WRONG)
+def test_a_mistake(cell, solution, message, capsys):
+    check(cell, solution, message, "not correct yet: ", False, capsys)
 
 
 def test_the_threads_collectives_are_torchs(monkeypatch):

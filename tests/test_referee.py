@@ -31,20 +31,20 @@ def test_the_verdict_has_what_is_proved_and_what_is_not():
         "single": run(2e-2, None, 0.1),
         "deepspeed1": run(1e-2, None, 0.1),
     }
-    said = referee_report.verdict({"runs": runs, "dtype": "bf16", "steps": 3}, "ddp")
-    assert said.startswith("MATCH: all 4 engines train alike.\nFloat64 pass: 4 steps of SGD")
-    assert "whole batch: ddp, zero1. Their losses differ by at most 2e-15 (1e-12 is allowed)" in said
-    assert "cannot train in float64: deepspeed1." in said
-    assert "3 steps of AdamW in bfloat16. Losses are equal to ddp to the bit: zero1; within 2.0e-02 of ddp" in said
-    assert "Not proved: the casts to bfloat16" in said
+    text = referee_report.verdict({"runs": runs, "dtype": "bf16", "steps": 3}, "ddp")
+    assert text.startswith("MATCH: all 4 engines train alike.\nFloat64 pass: 4 steps of SGD")
+    assert "whole batch: ddp, zero1. Their losses differ by at most 2e-15 (1e-12 is allowed)" in text
+    assert "cannot train in float64: deepspeed1." in text
+    assert "3 steps of AdamW in bfloat16. Losses are equal to ddp to the bit: zero1; within 2.0e-02 of ddp" in text
+    assert "Not proved: the casts to bfloat16" in text
     late = {"resets_momentum": run(0.01, 1e-15, 1e-3)}  # after the steps of the proof
     runs |= {"adds_up": run(1e-6, 0.2, 1e-3), "diverges": run(float("nan"), 1e-15, 1e-3), **late}
-    said = referee_report.verdict({"runs": runs, "dtype": "fp32", "steps": 3}, "ddp")
-    wrong, diverges, resets, *others = said.splitlines()
+    text = referee_report.verdict({"runs": runs, "dtype": "fp32", "steps": 3}, "ddp")
+    wrong, diverges, resets, *others = text.splitlines()
     assert wrong.startswith("DOES NOT MATCH: adds_up does not compute what one process computes") and "by 0.2" in wrong
     assert diverges == "DOES NOT MATCH: diverges is off by nan from ddp in float32, allowed 0.001."
     assert resets == "DOES NOT MATCH: resets_momentum is off by 0.01 from ddp in float32, allowed 0.001."
-    assert "MATCH: all" not in said
+    assert "MATCH: all" not in text
     naming = [line for line in others if any(name in line for name in ("adds_up", "diverges", "resets_momentum"))]
     (line,) = naming  # an engine that does not match is in no list of those that do
     assert line.startswith("The float64 pass did not find what is wrong with diverges, resets_momentum: ")

@@ -33,7 +33,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_fails_or_hangs_is_a_line_in_the_page_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_what_fails_or_hangs_is_a_line_in_the_page_and_the_rest_runs(tmp_path, monkeypatch):
     """Of what hangs nothing is left, and the page says where it was."""
     folder = tmp_path / "new"
     codes = python(HANGS), python(FAILS)

@@ -113,7 +113,8 @@ class Full(TorchDispatchMode):
 
 def out_of_memory() -> list[str]:
     """The messages of ZeRO-3's training when an operation, a storage that grows, or a later step fails."""
-    said, blocks, gathers = [], 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
+    messages = []
+    blocks, gathers = 2, 5  # a step gathers the root and two blocks in forward, and the blocks in backward
     shrink, grow = torch.UntypedStorage.resize_, WithoutMemory(torch.UntypedStorage.resize_, gathers + 2)
 
     def resize_(storage, size):
@@ -130,8 +131,8 @@ def out_of_memory() -> list[str]:
             with less_memory:
                 trained("zero3", "--steps", "5")
         except torch.OutOfMemoryError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 # The tests.
@@ -309,7 +310,7 @@ def test_a_batch_is_micro_batches_times_their_number(typed, batch, accumulate):
     assert (options.batch, options.accumulate) == (batch, accumulate)
 
 
-def test_out_of_memory_says_where_and_what_for():
+def test_out_of_memory_names_its_place_and_purpose():
     """On one rank of the referee, and an operation, or a storage that grows, that finds no memory."""
     ((forward, gather, between),) = run_on_ranks(1, out_of_memory)
     assert "out of memory in training step 2 of zero3, in step 1 forward, unit 'blocks.1'" in forward

@@ -85,7 +85,7 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_another_stage_on_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path):
+def test_another_stage_on_another_number_of_ranks_continues_with_the_same_losses(tmp_path):
     options = ["--preset", "toy", "--steps", "12", "--global-batch", "7", "--save-every", "4"]
     whole = run_on_ranks(2, in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
     run_on_ranks(2, in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=7)

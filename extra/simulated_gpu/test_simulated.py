@@ -54,7 +54,7 @@ def test_the_referee_finds_ddps_losses_in_all_engines(tmp_path):
     assert equal in " ".join(out.split())  # lines are wrapped
 
 
-def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
+def test_a_run_continues_after_a_kill_and_a_second_start(tmp_path):
     folder = tmp_path / "run"
     options = ["train", "zero3", RANKS, "--preset", "toy", "--save-every", 2, "--folder", folder, "--steps"]
     line = [ROOT / "launch.sh", *options, 200]
@@ -66,9 +66,9 @@ def test_a_run_goes_on_after_a_kill_and_a_second_start(tmp_path):
             time.sleep(0.03)
         started = psutil.Process(run.pid).children(recursive=True)
         [process for process in started if "RANK" in process.environ()][-1].kill()
-        said = run.stdout.read()
-    assert run.returncode == 0, said
-    assert "continuing after step" in said, "nobody noticed that a rank was killed"
+        printed = run.stdout.read()
+    assert run.returncode == 0, printed
+    assert "continuing after step" in printed, "nobody noticed that a rank was killed"
     launch(*options, 202)
     assert [line["step"] for line in journal.read(folder)] == list(range(1, 203))
 

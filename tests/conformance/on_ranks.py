@@ -96,10 +96,10 @@ def report(error, one):
     excinfo = pytest.ExceptionInfo.from_exception(error)
     frames = traceback.extract_tb(error.__traceback__)
     in_tests = Path(frames[-1].filename).is_relative_to(TESTS)
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, AssertionError) and in_tests or isinstance(error, pytest.fail.Exception):
         outcome = "wrong"
-    elif any(text in said for text in LOST):
+    elif any(text in message for text in LOST):
         outcome = "hang"
     elif refuses(error, frames[-1], one):
         outcome = "refused"
