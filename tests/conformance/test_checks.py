@@ -642,7 +642,7 @@ def stumble(gradient):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "no_sync"])
-def test_training_continues_after_an_exception(engine, where):
+def test_training_goes_on_after_an_exception(engine, where):
     """After an error in a forward or in the middle of a backward, `zero_grad()` restores the engine."""
     if not engine.ours:
         pytest.skip(f"{engine.name} documents nothing about errors in a step")

@@ -232,9 +232,9 @@ def test_hooks_on_state_dict_change_no_name_and_no_value(engine, options, hook):
     other.load_full_state_dict(state)
     equal(other.full_state_dict(), state)
     folder = shared_folder()
-    checkpoint.save(trained, folder)
+    save(trained, folder)
     third = build(5)
-    checkpoint.load(third, folder)
+    load(third, folder)
     equal(third.full_state_dict(), state)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -259,10 +259,10 @@ def test_wrappers_change_no_name(engine):
     trained = engine(model, ADAMW(model.parameters()))
     equal(trained.full_state_dict(), plain.state_dict())
     folder = shared_folder()
-    checkpoint.save(trained, folder)
+    save(trained, folder)
     other = seeded(Blocks, seed=5, dtype=torch.float32)
     other = engine(other, ADAMW(other.parameters()))
-    checkpoint.load(other, folder)
+    load(other, folder)
     equal(other.full_state_dict(), plain.state_dict())
     trained.load_full_state_dict(theirs)
     equal(trained.full_state_dict(), dict(zip(plain.state_dict(), theirs.values())))
@@ -304,8 +304,46 @@ def test_a_state_that_only_rank_0_has_is_an_error_on_all_ranks(engine):
     equal(trained.full_state_dict(), seeded(Blocks).state_dict())
 
 
+# Checkpoints. tests/test_checkpoint.py has the format, other stages and numbers of ranks, and everything that can fail.
+
+
+OPTIMIZERS = {"SGD, which keeps nothing": partial(torch.optim.SGD, lr=0.02), "AdamW": ADAMW}
+
+
+def save(trained, folder):
+    """An engine may have its own `save` and `load`; ours use zerolab.engine.checkpoint."""
+    if hasattr(trained, "save"):
+        trained.save(folder)
+    else:
+        checkpoint.save(trained, folder)
+
+
+def load(trained, folder):
+    if hasattr(trained, "load"):
+        trained.load(folder)
+    else:
+        checkpoint.load(trained, folder)
+
+
 def shared_folder():
     """A new folder, the same on all ranks."""
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     return Path(folders[0])
+
+
+@pytest.mark.stages("zero1", "zero2", "zero3")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_continues_as_an_uninterrupted_one(engine, optimizer):
+    """Another engine, over a new model, loads after two of four steps. Weights and optimizer state come back."""
+    folder = shared_folder()
+    make_optimizer = OPTIMIZERS[optimizer]
+    pair = Pair(engine, seeded(Tied), make_optimizer)
+    pair.train(2)
+    save(pair.trained, folder)
+    model = seeded(Tied, seed=5)
+    pair.trained = engine(model, make_optimizer(model.parameters()))
+    load(pair.trained, folder)
+    pair.train(2, first=2)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)

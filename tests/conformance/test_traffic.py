@@ -234,7 +234,7 @@ def test_zero3_gathers_the_next_unit_before_the_present_one_computes(engine, mod
 
 @pytest.mark.stages("zero2", "zero3")
 @pytest.mark.chapters
-def test_gradients_are_sent_while_backward_runs(engine):
+def test_gradients_are_sent_while_backward_goes_on(engine):
     """Between two reductions backward computes."""
     options = {} if engine.like == "zero3" else {"bucket_mb": 0}
     trained = wide_engine(engine, **options)
