@@ -421,7 +421,12 @@ DELETED = [
     (Mutation("zero2", "ZeRO2.reduce_gradients", "self.receive()", found_by=LATE), step_raises, {"text": EARLY}),
     (Mutation("zero2", "ZeRO2.step", "gather_parameters(self.buckets)", found_by=LATE), trains_wrong, {}),
     (
-        Mutation("zero2", "ZeRO2.zero_grad", "self.receive()", found_by="test_chapters.py::test_refuses_a_scaler"),
+        Mutation(
+            "zero2",
+            "ZeRO2.zero_grad",
+            "self.receive()",
+            found_by="test_chapters.py::test_refuses_the_optimizers_own_step",
+        ),
         adds_an_aborted_bucket,
         {},
     ),
