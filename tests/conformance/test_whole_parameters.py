@@ -86,7 +86,7 @@ def whole_pair(engine, model=Blocks, make_optimizer=muon_and_adamw, whole="matri
 
 def train_with_everything(pair):
     """Micro-batches, a second reduced backward, clipping, and rates that change."""
-    for step in range(4):
+    for step in range(3):
         pair.backward(3 * step, quiet=step % 2 == 0)
         pair.backward(3 * step + 1)
         pair.backward(3 * step + 2)
