@@ -144,8 +144,8 @@ def test_every_command_that_a_page_names_is_there_and_every_command_is_named():
 
 def test_the_examples_in_help_texts_can_be_typed():
     for command in offered() - {"help", "notebooks", "test"}:
-        _, said, _ = typed(f"{command} --help")
-        examples = re.findall(r"^  \./launch\.sh (.*)", said, re.MULTILINE)
+        _, printed, _ = typed(f"{command} --help")
+        examples = re.findall(r"^  \./launch\.sh (.*)", printed, re.MULTILINE)
         assert examples, command
         for example in examples:
             words = shlex.split(example, comments=True)
