@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Block, Blocks, Recorder, Tied, mse, own_batch, seeded
+from helpers import MOMENTUM, Block, Blocks, Recorder, Tied, batch, mse, own_batch, seeded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -45,7 +45,7 @@ def aliased(model):
 
 def stepped(model):
     optimizer = ADAMW(model.parameters())
-    mse(model, *own_batch(0)).backward()
+    mse(model, *batch(0, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
