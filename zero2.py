@@ -1,19 +1,19 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
 Every rank must compute all gradients, because every gradient is a sum over the batches of all ranks. A rank need not
-keep them, because it updates only its own shard. Once a bucket is summed, it needs only this shard of the sum. ZeRO-1
-sums after backward, so all whole gradients are alive at once. ZeRO-2 sums during backward. As soon as backward has
-finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank r only shard
-r of the sum. Then the whole gradients of the bucket are freed.
+keep them, because it updates only its own shard: once a bucket is summed, the rank needs only this shard of the sum.
+ZeRO-1 sums after backward, so all whole gradients are in memory at once. ZeRO-2 sums during backward. As soon as
+backward has finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank
+r only shard r of the sum. Then the whole gradients of the bucket are freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-So step 3 runs inside step 2. (The version in the article named below is simpler: it reduces after backward, and all
-whole gradients are alive.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters. Each
-column is the time in which one layer's gradients are computed:
+So step 3 runs inside step 2. (The article named below reduces after backward, which is simpler, but keeps all whole
+gradients until then.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters. Each column
+is the time in which one layer's gradients are computed:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
@@ -22,7 +22,7 @@ column is the time in which one layer's gradients are computed:
 Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
 all-gather of step 5 together send as much as DDP's all-reduce, because an all-reduce is one of each.
 
-Run it: torchrun --nproc-per-node 2 zero2.py --trace. The losses equal ZeRO-1's, and fewer gradients are whole.
+Run it: torchrun --nproc-per-node 2 zero2.py --trace. It prints the same losses as zero1.py, and fewer whole gradients.
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", "ZeRO-2: Gradient Partitioning".
 """
 
@@ -50,8 +50,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class ZeRO2:
     """Train `model` on several ranks, each of which keeps 1/N of the optimizer state and of the gradients.
 
-    Arguments, use and saving are as in `ZeRO1`. During backward each `param.grad` becomes None. To clip by the norm of
-    the whole gradient:
+    Arguments, use and saving are as in `ZeRO1`. During backward each `param.grad` becomes None when its bucket is sent.
+    To clip by the norm of the whole gradient, use the gradients of the shards:
 
         engine.reduce_gradients()  # now every `shard.grad` is this rank's part of the mean
         shards = engine.optimizer.param_groups[0]["params"]
@@ -61,7 +61,7 @@ class ZeRO2:
             shard.grad *= (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
         engine.step()
 
-    With k backwards before a step a rank sends k times as many gradients.
+    With k backwards before a step a rank sends k times as many gradients, because each backward sends its own.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -93,16 +93,16 @@ class ZeRO2:
         return loss.detach()
 
     def on_gradient(self, param):
-        """A hook, a function that autograd calls: inside step 2, when it has finished `param.grad`.
+        """Inside step 2: autograd calls this hook when it has finished `param.grad`. (A hook is a function of ours.)
 
         It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
         autograd first adds up the gradients of all uses. So a bucket is complete when `on_gradient` has been called
         once for each of its parameters.
         """
         if self.turn == len(self.buckets):
-            # All buckets were sent, so this is the first gradient of another backward: start again. This is not done
-            # earlier, when the last bucket is sent, because then every gradient would look missing to the check in
-            # `step()`.
+            # All buckets were sent, so this is the first gradient of the next backward, which starts with bucket 0.
+            # This is not done earlier, when the last bucket is sent, because then the check in `step()` would find all
+            # gradients missing.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -110,7 +110,7 @@ class ZeRO2:
         self.send_complete()
 
     def expect_gradients(self):
-        """Mark every gradient as missing, and begin again with the first bucket."""
+        """Before a backward: mark every gradient as missing, and make bucket 0 the next one to send."""
         self.turn = 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)
@@ -130,11 +130,11 @@ class ZeRO2:
     def send(self, bucket):
         """Step 3, first half: send one bucket. Backward continues meanwhile."""
         with record_function("step 3 reduce gradients"):
-            # Receive the previous bucket first. It travelled while backward computed this one, and receiving it frees
-            # its whole gradients. Only then this bucket's gradients are copied into one buffer, which is sent. So the
-            # whole gradients of at most two buckets are alive, however large the model is, as long as backward finishes
-            # the buckets in their order. The price: backward waits here if the network is slower than the computation.
-            # DDP keeps all buckets in flight.
+            # Receive the previous bucket first. It was in flight while backward computed this one, and receiving it
+            # frees its whole gradients. After that, this bucket's gradients are copied into one buffer, which is sent.
+            # So the whole gradients of at most two buckets are in memory, however large the model is, as long as
+            # backward finishes the buckets in their order. In return, backward waits here if the network is slower than
+            # the computation. DDP does not wait, because it keeps all buckets in flight.
             self.receive()
             with record_function(f"send {bucket.name}"):
                 self.in_flight = self.make_reduction(bucket)
@@ -159,21 +159,21 @@ class ZeRO2:
     def reduce_gradients(self):
         """The end of step 3: receive the last bucket. From here on every `shard.grad` is this rank's part of the mean.
 
-        Raises RuntimeError for gradients that are missing, or were not sent.
+        Raises RuntimeError for gradients that are missing or were not sent.
         """
         self.receive()
         check_complete(self.buckets)
 
     def zero_grad(self):
         """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
-        self.receive()  # else the next step would receive the bucket in flight, and add it
+        self.receive()  # otherwise the next step would receive the bucket in flight, and add it to its gradients
         self.expect_gradients()
         for bucket in self.buckets:
             bucket.shard.grad = None
             for param in bucket.params:
                 param.grad = None
 
-    # Step 0. Down to `take_over_optimizer` these methods are ZeRO1's, without the buffer for gradients.
+    # Step 0. Down to `take_over_optimizer` these methods are the same as in ZeRO1, but make no buffer for gradients.
 
     def check(self):
         check_model(self.model, self.group)
@@ -209,13 +209,13 @@ class ZeRO2:
 
 
 class Reduction:
-    """One bucket's gradients on their way: every rank sends its whole gradients and receives its shard of the mean.
+    """The reduce-scatter of one bucket: every rank sends its whole gradients and receives its shard of the mean.
 
-    Between `start` and `finish` nobody may write to `gradient`, because the collective still reads it.
+    Between `start` and `finish` no code may write to `gradient`, because the collective still reads it.
 
     tensor          shape           memory   lives
-    gradient        (numel,)        its own  until it is received: the whole gradients of this rank, zeros as padding
-    shard_gradient  (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or is added to it
+    gradient        (numel,)        its own  until `finish`. It has this rank's whole gradients, and zeros as padding
+    shard_gradient  (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or was added to it
     """
 
     def __init__(self, bucket):
@@ -240,7 +240,7 @@ class Reduction:
         return self.bucket.lay_out(take_gradients(self.bucket), self.bucket.flat.dtype)
 
     def average(self):
-        self.shard_gradient /= self.bucket.world_size  # and not ReduceOp.AVG, which is wrong in older versions of gloo
+        self.shard_gradient /= self.bucket.world_size  # not ReduceOp.AVG, because older versions of gloo get it wrong
 
     def deliver(self):
         shard = self.bucket.shard
@@ -251,7 +251,7 @@ class Reduction:
 
 
 def take_gradients(bucket):
-    """The gradient of each parameter. From here on `param.grad` is None, so they are freed once they are copied."""
+    """The gradient of each parameter. `param.grad` becomes None, so the gradients are freed once they are copied."""
     gradients = [param.grad for param in bucket.params]
     for param in bucket.params:
         param.grad = None
@@ -275,7 +275,7 @@ def weak_hook(method, *objects):
     return hook
 
 
-# For reference: what ZeRO-2 refuses, besides what chapter 1 refuses.
+# For reference: what ZeRO-2 refuses, in addition to what ZeRO-1 refuses.
 
 
 def check_gradient(bucket, param):
@@ -321,8 +321,8 @@ def check_complete(buckets):
 #
 # - At the build: what ZeRO-1 raises.
 # - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed. The second error is
-#   also raised if several reentrant checkpoints (`use_reentrant=True`) use one weight. On GPUs also complex gradients,
-#   which NCCL does not reduce-scatter. The engines support them.
+#   also raised if several reentrant checkpoints (`use_reentrant=True`) use one weight. On GPUs, complex gradients raise
+#   an error too, because NCCL does not reduce-scatter them. The engines support them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
 # - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
@@ -330,15 +330,16 @@ def check_complete(buckets):
 # What it does not detect, besides what ZeRO-1 does not detect
 #
 # - Modules that run in a different order than the one in which they are registered in the model. Training is correct,
-#   but buckets that are complete wait for their turn, and more gradients are whole, in the worst case all.
+#   but buckets that are complete wait for their turn, so more gradients are whole, in the worst case all of them.
 # - Code that reads or clears `param.grad`, which is None after backward: torch's `clip_grad_norm_` and loops over
 #   `param.grad` find nothing, and `param.grad = None` clears nothing.
-# - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`), registered after the build: it runs
-#   after the stage's, when `param.grad` may be None already. Registered before the build it sees the local gradient.
-# - `optimizer.step()` after several backwards: it misses the last bucket, and does not gather the updated parameters.
+# - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`). If you register it after the build,
+#   it runs after the stage's hook, when `param.grad` may be None already. Before the build, it sees the local gradient.
+# - `optimizer.step()` after several backwards: it does not use the bucket that is still in flight, and does not gather
+#   the updated parameters.
 # - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added. After `step()` it clears
 #   all gradients, as in plain PyTorch.
-# - A GradScaler: each rank looks for infs in its own shards only, so some ranks skip a step and others do not.
+# - A GradScaler: each rank looks for infs in its own shards only, so some ranks may skip a step that others take.
 #
 # What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
@@ -347,18 +348,18 @@ def check_complete(buckets):
 # - `bucket.missing.remove(param)` in `ZeRO2.on_gradient`: an error in `step()`, "no gradient for ...". No bucket is
 #   ever complete, so none is sent.
 # - `self.send_complete()` in `ZeRO2.on_gradient`: an error in `step()`, "param.grad of ... was set after the gradients
-#   were sent". In fact none was sent, and all are whole.
+#   were sent". In fact no gradient was sent, and all are still whole.
 # - `self.turn += 1` in `ZeRO2.send_complete`: an error in backward. The first bucket is sent again, without gradients.
 # - `self.receive()` in `ZeRO2.send`: an error in `step()`, "optimizer.step() was called before the gradients were
 #   reduced". Only the last bucket is received.
 # - `self.in_flight.finish()` in `ZeRO2.receive`: the same error. No bucket is received.
 # - `self.receive()` in `ZeRO2.reduce_gradients`: the same error. The last bucket is still in flight.
 # - `gather_parameters(self.buckets)` in `ZeRO2.step`: silently wrong. Each rank continues with N-1 stale shards.
-# - `self.receive()` in `ZeRO2.zero_grad`: silently wrong after a backward that raised an error. The bucket that it sent
-#   is added to the next step.
+# - `self.receive()` in `ZeRO2.zero_grad`: silently wrong after a backward that raised an error. The bucket that this
+#   backward has sent is added to the gradients of the next step.
 # - `bucket.shard.grad = None` in `ZeRO2.zero_grad`: silently wrong. The gradients of all steps add up.
-# - `self.work.wait()` in `Reduction.finish`: silently wrong. The optimizer reads what the collective has not written
-#   yet.
+# - `self.work.wait()` in `Reduction.finish`: silently wrong. The optimizer reads gradients that the collective has not
+#   written yet.
 # - `self.average()` in `Reduction.finish`: silently wrong. Gradients are N times too large.
 # - `param.grad = None` in `take_gradients`: an error in `step()`, "param.grad of ... was set after the gradients were
 #   sent". Until then all gradients stay whole.
@@ -373,22 +374,24 @@ def check_complete(buckets):
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
 #     held   4Ψ parameters + 4Ψ/N gradients + 8Ψ/N optimizer state     7e9 parameters, N = 8: 38.5 GB
-#     peak   4Ψ + 12Ψ/N + (2 - 1/N) B, for equal buckets of B bytes and one backward per step, without activations
+#     peak   4Ψ + 12Ψ/N + 4(2 - 1/N) B, without activations, for equal buckets of B elements and one backward per step
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
-# Just before the last bucket is sent, the whole gradients of two buckets are alive: of the one that backward has just
-# finished, and of the one in flight. The 12Ψ/N count a gradient shard for each bucket. The bucket just finished has
-# none yet, so B/N is subtracted. For the demo, whose buckets are equal except for the small last one, the formula is
-# exact to 1% on 2, 4 and 8 ranks. With unequal buckets, 2B becomes the largest sum of a bucket and the larger one of
-# itself and the bucket before it, because a bucket's gradients are copied before they are freed. On CPUs, gloo has one
-# more copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
+# Just before the last bucket is sent, the whole gradients of two buckets are in memory: of the bucket that backward has
+# just finished, and of the bucket in flight. The term 12Ψ/N counts the optimizer state and a gradient shard for each
+# bucket. The bucket just finished has no gradient shard yet, so 4B/N is subtracted. For the demo, whose buckets are
+# equal except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal buckets, 2B becomes
+# the largest b + max(b, b'), where b is the size of a bucket and b' the size of the bucket before it. (The b inside max
+# is the copy that is sent, because a bucket's gradients are copied before they are freed.) On CPUs, gloo has one more
+# copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
 # reduce-scatter is an all-reduce.
 #
 # Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are
-# hardly any gradients yet. So the peak of both together usually comes early, and is less than the sum of their peaks.
+# hardly any gradients yet. So the sum of activations and gradients is usually largest early in backward, and less than
+# the two peaks added up.
 #
-# ZeRO-2 sends less than the ZeRO-1 of chapter 1, because there the all-gather half of the all-reduce brings gradients
-# that a rank does not use. Here the only all-gather brings parameters (paper, section 7).
+# ZeRO-2 sends less than ZeRO-1 in chapter 1. There, the all-gather half of the all-reduce brings gradients that a rank
+# does not use. Here, the only all-gather brings parameters (paper, section 7).
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 At any moment a model computes in one layer, so only this layer's parameters have to be whole. ZeRO-3 cuts the model
 into units, for example one per transformer block. Right before a unit computes, an all-gather brings all of its
 parameters to every rank: the unit is gathered. Right after its forward it is freed: the memory is given back, and each
-rank keeps its shard. Backward does both again. The parameters outside of all units (embedding, last norm, head) are the
-root. It stays gathered from the start of forward until backward has finished its last gradient. With prefetch, the next
-unit's gather is started before this unit computes, so that sending and computing overlap.
+rank keeps its shard. In backward each unit is gathered and freed again. The parameters outside of all units (embedding,
+last norm, head) are the root. It stays gathered from the start of forward until backward has finished the last of its
+gradients. With prefetch, the next unit's gather is started before this unit computes, so that the two overlap.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-Steps: 0 partition, 1 forward, 2 backward, 4 update. Step 5 gather happens inside forward and backward, step 3 reduce
-inside backward. The new shards are gathered by the next forward. These are the events for three units and prefetch 1.
-The line below them shows what is gathered after each (R: root, U: a unit):
+Steps: 0 partition, 1 forward, 2 backward, 4 update. Step 5 gather happens inside forward and backward, and step 3
+reduce inside backward. The next forward gathers the updated shards. These are the events for three units and prefetch
+1. The line below them shows what is gathered after each event (R: root, U: a unit):
 
     forward  gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2 | free 2
              R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
@@ -23,8 +23,8 @@ The line below them shows what is gathered after each (R: root, U: a unit):
 
 At the end of backward the root's weights are freed and its gradients reduced, and nothing is gathered any more.
 
-Run it: torchrun --nproc-per-node 2 zero3.py --trace. The losses equal ZeRO-1's, and fewer parameters are whole. The
-trace prints "reduce 2" as `send blocks.2`, after `receive` of the unit before. Computation is not printed.
+Run it: torchrun --nproc-per-node 2 zero3.py --trace. It prints the same losses as zero1.py, and fewer whole parameters.
+In the trace "reduce 2" is `send blocks.2`, after `receive` of the previous unit. Computation is not printed.
 Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_3`.
 """
 
@@ -44,13 +44,13 @@ class ZeRO3:
 
     Arguments and use are as in `ZeRO2`, with these in place of `bucket_mb`:
 
-    units       a list of modules, in the order in which they run. The parameters of each are one unit. Default:
-                `default_units`
-    prefetch    how many units ahead to gather
+    units       a list of modules, in the order in which they run. The parameters of each module are one unit. Default:
+                the result of `default_units`
+    prefetch    the number of units that are gathered before they are needed
 
     While the stage is built, every rank needs memory for the whole model. Frozen parameters stay whole. Call
-    `engine(x)` and not `model(x)`. Weights cannot be read between the steps, because they are freed. How to save is at
-    the end of the file.
+    `engine(x)` and not `model(x)`. Weights cannot be read between the steps, because they are freed. The end of this
+    file explains how to save.
     """
 
     def __init__(self, model, optimizer, *, units=None, prefetch=1, group=None):
@@ -60,7 +60,7 @@ class ZeRO3:
         self.check()
         self.world_size = torch.distributed.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
-        self.backward_id = None  # autograd's number of the backward that was noticed last
+        self.backward_id = None  # autograd's number of the last backward; see `notice_backward`
         with record_function("step 0 partition"), torch.no_grad():
             self.units = self.partition(default_units(model) if units is None else units)
             self.plan_prefetch(prefetch)
@@ -73,7 +73,7 @@ class ZeRO3:
 
     def __call__(self, *args, **kwargs):
         # Autograd passes each tensor that forward saves for backward through `pack`, and through `unpack` when backward
-        # reads it. Weights are among them.
+        # reads it. These tensors include weights.
         with saved_tensors_hooks(self.pack, weak_hook(self.unpack)):
             output = self.model(*args, **kwargs)
         if not torch.is_grad_enabled():  # an evaluation: no backward will free the root
@@ -101,9 +101,9 @@ class ZeRO3:
 
     def after_forward(self, unit, module, inputs, output):
         if in_backward():
-            return  # a recomputed unit stays, because its own backward comes now
-        # The last unit is freed as well, although backward soon gathers it again: head and loss come in between, and
-        # their activations are among the largest.
+            return  # a recomputed unit stays gathered, because its own backward comes next
+        # The last unit is freed as well, although backward soon gathers it again. The reason is that head and loss come
+        # in between, and their activations are among the largest.
         unit.free()
         self.watch_output(unit, output)
 
@@ -124,10 +124,11 @@ class ZeRO3:
     #
     # The one that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the unit before it.
     # The other one has nothing left to do. (The root is gathered already.) Most models would need only `unpack`. Here
-    # are two, which need one of them each.
+    # are two models, of which one needs `unpack` and the other one needs `on_output`.
     #
     # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` runs only
-    # when both gradients are there. The linear layer's backward makes one of them, and reads the weight before:
+    # when both uses have made their gradients. The backward of the linear layer makes one of them, and it reads the
+    # weight for this, so `on_output` comes too late:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
@@ -135,14 +136,15 @@ class ZeRO3:
     #             return x
     #
     # `Block` needs `on_output`. A checkpoint keeps no activations in forward, and runs its forward again in backward.
-    # It installs its own hooks on saved tensors, and torch calls only the innermost ones. So inside of it no weight
-    # passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
+    # It installs its own hooks on saved tensors, and torch calls only the innermost hooks. So no weight inside the
+    # checkpoint passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
     #
     #     class Block(nn.Module):
     #         def forward(self, x):
     #             return x + checkpoint(self.linear, x, use_reentrant=False)
     #
-    # (If the checkpoint is around a whole unit, its forward runs again with hooks: `before_forward` inside backward.)
+    # (If the checkpoint is around a whole unit, this unit's forward runs again in backward, with its hooks. Then
+    # `before_forward` gathers it.)
 
     def watch_output(self, unit, output):
         """In forward: have autograd call `on_output` when it has the gradient of one of the unit's outputs."""
@@ -195,10 +197,10 @@ class ZeRO3:
     def notice_backward(self):
         """At the first event of a backward: expect all gradients, and have autograd call `end_backward` at the end.
 
-        Every event and every gradient calls this, and autograd's number tells whether the backward is a new one. This
-        number and `queue_callback` are not public. FSDP2 uses both, because torch has no public way to learn when a
-        backward ends. `step()` would be too late for the work of `end_backward`: with several backwards before a step,
-        the root's whole gradients, which are sent last, would stay alive through the next forward.
+        Every event and every gradient calls this method, and autograd's number shows whether the backward is a new one.
+        This number and `queue_callback` are not public. FSDP2 uses both, because torch has no public way to learn when
+        a backward ends. `step()` would be too late for the work of `end_backward`: with several backwards before a
+        step, the root's whole gradients, which are sent last, would stay in memory through the next forward.
         """
         number = torch._C._current_graph_task_id()
         if self.backward_id != number:
@@ -212,7 +214,7 @@ class ZeRO3:
             unit.missing = set(unit.params)
 
     def on_gradient(self, param):
-        """Autograd calls this in backward: `param.grad` is finished. A unit that has all its gradients is done.
+        """Autograd calls this in backward, when it has finished `param.grad`. After its last gradient a unit is done.
 
         There are no turns as in ZeRO-2, because all ranks must run the units in the same order anyway: each gather
         meets the other ranks' gathers.
@@ -259,8 +261,8 @@ class ZeRO3:
         """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
-        # A forward without a backward leaves units gathered, and now they become stale. `free` also waits for a gather
-        # in flight, which still reads the shards that step 4 changes.
+        # A forward without a backward leaves units gathered, and after step 4 their weights would be stale. `free` also
+        # waits for a gather in flight, which still reads the shards that step 4 changes.
         self.free_all()
         with record_function("step 4 update the shard"):
             self.optimizer.step()
@@ -269,13 +271,13 @@ class ZeRO3:
             unit.version = version_of(unit)  # this change is no mistake: see `check_unwritten`
 
     def reduce_gradients(self):
-        """The gradients are reduced already. Raises RuntimeError for those that did not come, or were not sent."""
+        """Nothing is left to reduce. Raises RuntimeError for gradients that are missing or were not sent."""
         self.receive()  # what an unfinished backward has left in flight
         check_complete(self.units)
 
     def zero_grad(self):
         """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
-        self.receive()  # else the next step would receive it, and add it
+        self.receive()  # otherwise the next step would receive the unit in flight, and add it to its gradients
         self.expect_gradients()
         for unit in self.units:
             unit.shard.grad = None
@@ -289,7 +291,7 @@ class ZeRO3:
         check_optimizer(self.model, self.optimizer)
 
     def partition(self, modules):
-        """Step 0: decide which rank owns what. Returns the units in the order of `modules`, the root's last."""
+        """Step 0: decide which rank owns what. Returns the units in the order of `modules`, with the root last."""
         self.broadcast_untrained()
         names = {module: name for name, module in self.model.named_modules()}
         units = []
@@ -331,7 +333,7 @@ class ZeRO3:
         """Step 0: have torch call `before_forward` and `after_forward` around the forward of each unit."""
         for unit in self.units:
             before = weak_hook(self.before_forward, unit)
-            unit.module.register_forward_pre_hook(before, prepend=True)  # before hooks of yours that read weights
+            unit.module.register_forward_pre_hook(before, prepend=True)  # runs before hooks of yours that read weights
             if unit.module is not self.model:  # the root is freed later
                 unit.module.register_forward_hook(weak_hook(self.after_forward, unit))
 
@@ -341,14 +343,14 @@ class ZeRO3:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def make_reduction(self, unit):
-        return Reduction(unit)  # it has its own buffer, so `flat` may be freed
+        return Reduction(unit)  # it copies the gradients to its own buffer, and does not need `flat`
 
 
 class Unit(Bucket):
-    """The parameters of a module, gathered and freed together: a bucket whose `flat` has memory only at times.
+    """The parameters of a module, gathered and freed together: a bucket whose `flat` has memory only while gathered.
 
     tensor      shape           memory                                  lives
-    flat        (numel,)        its own; every weight is a view of it   always, but has memory only while gathered
+    flat        (numel,)        its own; every weight is a view of it   always, but with memory only while gathered
     shard       (shard_numel,)  its own                                 always
     shard.grad  (shard_numel,)  the reduction's `shard_gradient`        from the unit's reduction to `zero_grad()`
 
@@ -365,13 +367,13 @@ class Unit(Bucket):
         self.module = module
         self.following = []  # units to gather with it in forward, because they run next
         self.preceding = []  # units to gather with it in backward
-        self.work = None  # its all-gather in flight
+        self.work = None  # this unit's all-gather, while it is in flight
         self.allocated = True  # whether `flat` has memory; `work` may still have to fill it
         self.version = version_of(self)
         self.free()
 
     def make_shard(self):
-        """Step 0: its own memory, which survives when `flat` is freed."""
+        """Step 0: a copy of this rank's part of `flat`, which stays when `flat` is freed."""
         return self.flat[self.own].clone()
 
     def start_gather(self):
@@ -513,21 +515,22 @@ def check_allocated(unit):
 #     output is a dataclass, in which `watch_output` finds no tensors;
 #   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
 # - A forward that writes to `weight.data`: the change is lost when the unit is freed.
-# - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): they wait, or
-#   gather a different unit into this one.
-# - `torch.autograd.grad` between backward and `step()` counts as a backward that produced no gradients: `step()`
-#   raises.
+# - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): ranks wait for each
+#   other, or one rank's unit receives shards of a different unit.
+# - `torch.autograd.grad` between backward and `step()`: it counts as a backward that produced no gradients, so `step()`
+#   raises an error although no gradient is missing.
 #
 # What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
 #
 # - `each.start_gather()` in `ZeRO3.before_forward`: a crash, an error or garbage. The unit computes without memory.
-# - `unit.wait()` in `ZeRO3.before_forward`: silently wrong. The unit computes with what is in memory before the gather.
+# - `unit.wait()` in `ZeRO3.before_forward`: silently wrong. The unit computes with memory that the gather has not
+#   filled yet.
 # - `unit.free()` in `ZeRO3.after_forward`: more memory. All units are gathered at the end of forward.
 # - `self.watch_output(unit, output)` in `ZeRO3.after_forward`: the class `Block` above reads a freed weight in
-#   backward, or with prefetch one that is not waited for: an error, or silently wrong.
+#   backward, or with prefetch a weight whose gather is not waited for: an error, or silently wrong.
 # - `self.before_backward(unit)` in `ZeRO3.unpack`: the same for the class `Probe` above.
 # - `if each.missing:` in `ZeRO3.before_backward`, as `if True:`: with a norm after the embedding, one more gather in
-#   each step. The last unit is gathered until the end of backward.
+#   each step. The last unit is gathered again, and stays so until the end of backward.
 # - `self.expect_gradients()` in `ZeRO3.notice_backward`: an error in the second backward before a step, "a second
 #   gradient of ... came before its bucket was complete".
 # - `Variable._execution_engine.queue_callback(weak_hook(self.end_backward))` in `ZeRO3.notice_backward`: more memory.
@@ -536,17 +539,17 @@ def check_allocated(unit):
 # - `self.receive()` in `ZeRO3.send`: an error in `step()`, "optimizer.step() was called before the gradients were
 #   reduced". Only the last unit is received.
 # - `self.free_all()` in `ZeRO3.__call__`: more memory. The root stays gathered after an evaluation.
-# - `self.free_all()` in `ZeRO3.step`: silently wrong after a forward without a backward. It left the root gathered, and
-#   the next forward uses it with its stale weights.
+# - `self.free_all()` in `ZeRO3.step`: silently wrong after a forward without a backward, which leaves the root
+#   gathered. The next forward uses the root's stale weights.
 # - `increment_version(unit.params)` in `ZeRO3.step`: silently wrong, if a backward uses a graph built before the step.
 # - `self.flat.untyped_storage().resize_(0)` in `Unit.free`: more memory. Nothing is ever freed.
 #
 # Two changes that look harmless:
 #
 # - `return self.flat[self.own].clone()` in `Unit.make_shard`, as `return self.flat[self.own]`: a crash or garbage. The
-#   shard is in the memory that is freed.
-# - `return tensor.detach(), tensor._version` in `ZeRO3.pack`, as `return tensor, tensor._version`: more memory. What
-#   `exp` has saved is never freed, if its backward does not run.
+#   shard would be in the memory that is freed.
+# - `return tensor.detach(), tensor._version` in `ZeRO3.pack`, as `return tensor, tensor._version`: more memory. The
+#   result that `exp` has saved is never freed, if its backward does not run.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -555,7 +558,7 @@ def check_allocated(unit):
 #     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
 #
 # R, U and H are numbers of elements: of the root, of a unit, and of those parameters of the root that come after the
-# units (the last norm and the head). The peak comes late in backward. These are alive then:
+# units (the last norm and the head). The peak comes late in backward. Then these are in memory:
 #
 #     16Ψ/N           the shards of weights, gradients and optimizer state
 #     4(R + 2U)       whole weights: the root, the unit at work, the unit prefetched
@@ -563,10 +566,11 @@ def check_allocated(unit):
 #                     when it has all its gradients, so the head's wait for the embedding's
 #     -4(R + 2U)/N    the root, the unit at work and the unit prefetched have no gradient shard yet
 #
-# So more gradients are whole than in ZeRO-2, where the head has buckets of its own. With a large root the peak can come
-# at the end of backward: 8R whole weights and gradients of the root, 4U in flight, and no gradient shard of the root,
-# 16Ψ/N + 8R + 4U - 4R/N. That is more if R - H > 3U - 2U/N. For the demo the formula is exact to 1% on 2, 4 and 8
-# ranks. On CPUs, gloo also has copies of what it gathers and reduces, two to four units, which the demo does not count.
+# So more gradients are whole than in ZeRO-2, where the head has its own buckets. With a large root, the peak comes at
+# the end of backward instead, and is 16Ψ/N + 8R + 4U - 4R/N: the root has whole weights and gradients (8R) and no
+# gradient shard yet (-4R/N), and one unit is in flight (4U). This is the larger one of the two if R - H > 3U - 2U/N.
+# For the demo the formula is exact to 1% on 2, 4 and 8 ranks. On CPUs, gloo also copies what it gathers and reduces.
+# These copies are as large as two to four units, and the demo does not count them.
 #
 # The root is gathered once per step, so a little less than 3Ψ is sent. With k backwards before a step, k times as much
 # is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
