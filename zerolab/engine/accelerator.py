@@ -1,6 +1,6 @@
 """This machine's accelerator, for any build of torch: CUDA, AMD's ROCm (torch calls it cuda), XPU and others.
 
-The code uses `torch.accelerator` for all of them, and `torch.get_device_module(device)` for the rest.
+The code uses `torch.accelerator`, and `torch.get_device_module(device)` for the functions that it does not have.
 """
 
 import torch
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 
 def kind() -> str:
-    """torch's name for it, for example "cuda" or "xpu", or "cpu" if there is none."""
+    """torch's name for the accelerator, for example "cuda" or "xpu", or "cpu" if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
 def count() -> int:
-    """The number of accelerators, 0 without one."""
+    """The number of accelerators of this machine, which may be 0."""
     return torch.accelerator.device_count()
 
 

@@ -1,21 +1,21 @@
-"""Which units of ZeRO-3 are done, as backward moves from module to module.
+"""The units of ZeRO-3 that are done, as backward moves from module to module.
 
-A chapter's unit is done with its last gradient. Two kinds of units have no last gradient: frozen ones, and with
-`find_unused` all of them, because it is not known which gradients will come. These are done when backward moves on to
-another module, and the rest when backward ends.
+In the chapter a unit is done when its last gradient is finished. Two kinds of units have no last gradient: frozen
+units, and with `find_unused` all units, because nobody knows which gradients will come. Such a unit is done when
+backward moves on to another module, or when backward ends.
 
-Backward may come to a module a second time: if forward ran it twice, or if a checkpoint runs it again. Then its units
-are not done any more. But one more event looks like this and is not: a module may return one of its inputs, and the
-gradient of this tensor arrives long after backward has left the module. So each forward of a module has its own object
-here, a *run*, and a run that backward has left is over.
+Backward may reach a module a second time, if forward ran the module twice, or if a checkpoint runs it again. Then its
+units are not done any more. Another event looks the same but is different: a module may return one of its inputs, and
+the gradient of this tensor arrives long after backward has left the module. To tell these cases apart, each forward of
+a module has its own object here, a *run*, and a run that backward has left is over.
 """
 
 
 class BackwardOrder:
-    """Called when backward reaches a module, and when backward is over. Returns which units are done.
+    """Its methods are called when backward reaches a module and when backward is over, and return the units done.
 
-    units   those without a last gradient. A unit is any object with a `module`
-    root    the module that backward leaves only at its end: embedding and head are in it
+    units   the units without a last gradient. A unit is any object with a `module`
+    root    the module that backward leaves only at its end, because the embedding and the head are in it
     """
 
     def __init__(self, units, root):
@@ -24,7 +24,7 @@ class BackwardOrder:
         self.begin()
 
     def begin(self):
-        """No backward runs. Called again if one has failed."""
+        """Expect a new backward. Called at the build, after each backward, and by `zero_grad()` if one has failed."""
         self.module = None  # where backward is, never the root
         self.run = None  # the forward of this module that backward goes through, if it is known
         self.over = set()  # runs that backward has left
@@ -45,7 +45,7 @@ class BackwardOrder:
         return done, self.reopen(module)
 
     def reopen(self, module):
-        """Backward is at `module` again, which nothing else has shown. Returns the units that are needed again."""
+        """Backward is at `module` again, and no other event has shown this. Returns the units that are needed again."""
         again = [unit for unit in self.units if unit.module is module and unit not in self.open]
         self.open.update(dict.fromkeys(again))
         return again

@@ -1,4 +1,4 @@
-"""The changes that options make to a bucket, a unit and a reduction. Everything else is the chapters'."""
+"""The changes that options make to a bucket, a unit and a reduction. Everything else is inherited from the chapters."""
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,14 @@ from zerolab.engine.tensor_parallel import local, local_gradient
 
 
 class EngineBucket(Bucket):
-    """A bucket of parameters that are all trained or all frozen. The chapter's tensors, and
+    """A bucket of parameters that are all trained or all frozen. In addition to the chapter's attributes it has
 
-    pieces    {parameter: its part of `shard`}, what the optimizer updates (groups.py)
+    pieces    {parameter: its part of `shard`}, the tensors that the optimizer updates (groups.py)
     kept      {parameter: its whole gradient}, under `no_sync` (accumulation.py)
     used      parameters that got a gradient since `zero_grad()` (unused.py)
     owners    whole parameters: the rank that has each, in ascending order; None if they are cut (whole.py)
-    copied    an event behind the last copy between the host and the device, or None (offload.py)
-    earlier   ZeRO-1: this rank's gradients (shard_numel,) that were reduced before, in the same step; else None
+    copied    an event after the last copy between the host and the device, or None (offload.py)
+    earlier   ZeRO-1: the shard's gradient (shard_numel,) from an earlier reduction in the same step, or None
     grad_of   ZeRO-1: {parameter: its `param.grad`, a view of `gradient`, or None if it cannot be one}
     """
 
@@ -38,7 +38,7 @@ class EngineBucket(Bucket):
         super().__init__(named_params=locals_, group=group, **chapter)
         self.divide_first, self.divide_last = precision.divisors(self.gradient_dtype, self.world_size)
         ends = [*self.offsets[1:], self.numel]
-        self.sizes = [self.offsets[0]]  # nothing, or padding: rank 0 may own no whole parameter of this bucket
+        self.sizes = [self.offsets[0]]  # 0, or padding if rank 0 owns no whole parameter of this bucket
         for shape, begin, end in zip(self.shapes, self.offsets, ends):
             self.sizes += [shape.numel(), end - begin - shape.numel()]  # of a parameter, and of the padding behind it
         self.params = tuple(param for _, param in named_params)
@@ -65,11 +65,11 @@ class EngineBucket(Bucket):
         return flat[begin : begin + shape.numel()].view(shape)
 
     def places(self, flat):
-        """The places of all parameters: like `place`, with a single split."""
+        """The places of all parameters, each as `place` returns it, but with a single split for all of them."""
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.sizes)[1::2], self.shapes)]
 
     def padding(self, flat):
-        """What is around the places of the parameters."""
+        """The parts of `flat` that belong to no parameter."""
         return [part for part in flat.split_with_sizes(self.sizes)[::2] if part.numel()]
 
     def flatten(self):
@@ -92,7 +92,8 @@ class EngineBucket(Bucket):
             shard = offload.to_host(shard, self.options.offload_policy)
             offload.mark_copy(self)
             offload.wait_for_copies([self])
-        # What a gather receives and sends, unless the shard can be sent as it is. Views: they stay if `flat` is freed.
+        # The tensors that a gather receives and sends, unless the shard can be sent as it is. They are views of `flat`,
+        # so they stay valid when its memory is freed and allocated again.
         self.received, self.sent = precision.sendable(self.flat), precision.sendable(self.flat[self.own])
         return shard
 
@@ -104,8 +105,8 @@ class EngineBucket(Bucket):
         if shard.dtype == flat.dtype and shard.device == flat.device and flat.is_floating_point():
             return super().gather()
         own = flat[self.own]
-        # First to the device, and then rounded. In a single `copy_` torch would do the same, but in memory of its own,
-        # which no ledger sees.
+        # The shard is first copied to the device and then rounded. In a single `copy_` torch would do the same, but in
+        # memory of its own, which the measurements of zerolab/measure do not see.
         own.copy_(shard.detach().to(flat.device, non_blocking=True))
         if self.options.offload_policy is not None:
             offload.mark_copy(self)
@@ -121,9 +122,9 @@ class EngineBucket(Bucket):
     # How gradients are reduced.
 
     def make_gradient(self):
-        """ZeRO-1. A `param.grad` must have its parameter's dtype, so it cannot always be a view of the buffer.
+        """In ZeRO-1: a `param.grad` must have its parameter's dtype, so it cannot always be a view of the buffer.
 
-        Where it is not, `ZeRO1Engine.on_gradient` adds it to the buffer, and `param.grad` stays None.
+        Where it cannot, `ZeRO1Engine.on_gradient` adds each gradient to the buffer, and sets `param.grad` to None.
         """
         self.gradient = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.flat.device)
         self.place_of = dict(zip(self.params, self.places(self.gradient)))
@@ -142,10 +143,10 @@ class EngineBucket(Bucket):
         return gradient
 
     def take_back(self):
-        """A backward follows the reduction: the gradients of the pieces go back, and the new ones are added to them.
+        """Called if a backward follows the reduction: collect the gradients of the pieces, so that new ones are added.
 
-        Your loop may have changed them, or set them to None. In ZeRO-1 they leave the buffer, because the next
-        all-reduce would average this rank's changed values with the other ranks' unchanged ones.
+        Your loop may have changed these gradients, or set them to None. In ZeRO-1 they are moved out of the buffer,
+        because the next all-reduce would average this rank's changed values with the unchanged ones of other ranks.
         """
         if self.gradient is None:
             groups.collect_gradients(self, self.shard.grad)
@@ -156,7 +157,7 @@ class EngineBucket(Bucket):
             self.gradient.zero_()
 
     def clear(self):
-        """`zero_grad()`: the chapter clears what it knows, and this the rest."""
+        """In `zero_grad()`: clear what the chapter does not know. The chapter clears everything else."""
         self.used.clear()
         self.kept.clear()
         self.earlier = None
@@ -164,7 +165,7 @@ class EngineBucket(Bucket):
             piece.grad = None
 
     def take_sum(self, param):
-        """Like `take_gradient`, with what `no_sync` has kept added to it."""
+        """Like `take_gradient`, but adds the gradient that `no_sync` has kept, if there is one."""
         gradient = self.take_gradient(param)
         if param not in self.kept:
             return gradient
@@ -177,8 +178,8 @@ class EngineUnit(EngineBucket, Unit):
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
-        self.version = version_of(self)  # the chapter's is of the local parts, if tensor parallelism has split them
-        self.open_ended = self.options.find_unused or not self.trained  # it has no last gradient (backward_order.py)
+        self.version = version_of(self)  # again, because with tensor parallelism the chapter saw only the local parts
+        self.open_ended = self.options.find_unused or not self.trained  # the unit has no last gradient
         self.on_recomputation = None  # called if a checkpoint reads a freed weight in backward
 
     def wait(self):
@@ -190,7 +191,7 @@ class EngineUnit(EngineBucket, Unit):
         if self.allocated:
             try:
                 super().free()
-            finally:  # it raises an error for a weight that was written to, when the memory is freed already
+            finally:  # `free` raises an error for a weight that was written to, after it has freed the memory
                 parameters.mark_freed(self.params)
 
 
@@ -206,8 +207,8 @@ class EngineReduction(Reduction):
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if given:
             torch._foreach_copy_([places[index] for index in given], [gradients[index] for index in given])
-        # Zeros for the gradients that did not come and for padding. Not for all of `flat`, which would be one more pass
-        # over all gradients.
+        # Only the places of missing gradients and the padding are set to zero. Setting all of `flat` would be one more
+        # pass over all gradients.
         zeros = [place for place, gradient in zip(places, gradients) if gradient is None] + bucket.padding(flat)
         if zeros:
             torch._foreach_zero_(zeros)
@@ -218,7 +219,7 @@ class EngineReduction(Reduction):
     def start(self):
         if not self.gradient.is_complex():
             return super().start()
-        # NCCL reduces complex numbers as pairs of real ones. torch does this by itself in an all-reduce only.
+        # NCCL can reduce complex numbers as pairs of real numbers. torch converts them only in an all-reduce.
         whole, shard = precision.as_real(self.gradient), precision.as_real(self.shard_gradient)
         self.work = reduce_scatter(shard, whole, group=self.bucket.group, async_op=True)
 
@@ -227,18 +228,18 @@ class EngineReduction(Reduction):
         replicas.average_over(self.bucket.options.replicas, self.shard_gradient)
 
     def deliver(self):
-        self.gradient = None  # sent: freed before the shard is converted or copied
+        self.gradient = None  # it was sent, and is freed before the shard is converted or copied
         shard = self.bucket.shard
         earlier, shard.grad = shard.grad, None
         shard.grad = to_optimizer(self.bucket, self.shard_gradient, earlier)
 
 
 def to_optimizer(bucket, shard, earlier=None):
-    """A reduced shard in the dtype and on the device where the optimizer works. Adds the gradient `earlier` to it."""
+    """Convert a reduced shard to the optimizer's dtype and device. Adds the gradient `earlier`, if there is one."""
     shard = shard.to(bucket.shard.dtype)
     if earlier is not None:
-        # With offload `earlier` is on the host. The device adds it, because the host would have to wait for the copy of
-        # `shard` in the middle of backward. The price is 4Ψ/N bytes more over PCIe.
+        # With offload `earlier` is on the host. The sum is computed on the device, because otherwise the host would
+        # have to wait for the copy of `shard` in the middle of backward. This costs 4Ψ/N more bytes over PCIe.
         shard += earlier.to(shard.device, non_blocking=True)
     policy = bucket.options.offload_policy
     if policy is None:

@@ -1,11 +1,11 @@
-"""Errors in place of wrong results: what a user meets in the first week.
+"""Errors instead of wrong results, for the mistakes that users make in the first week.
 
 At the build, on all ranks and before anything is sent: models and options that cannot work, or that differ between
 ranks (`check_build`). In backward: graphs of gradients, and a backward inside another one. At `step()`: a parameter
 without a gradient, or one that has left its buffer (`check_gradients`, `check_memory`).
 
-In between, parameters have classes of their own that detect mistakes (parameters.py). What is not detected is in
-docs/limits.md.
+In addition, the engine changes the classes of parameters, which then detect mistakes at any time (parameters.py).
+docs/limits.md lists the mistakes that are not detected.
 """
 
 import torch
@@ -48,7 +48,7 @@ def check_build(model, optimizers, options, others):
 
 
 def description(model, optimizers, options):
-    """{what: its value, as text} of everything that must be equal on all ranks."""
+    """{what: its value, as text} for everything that must be equal on all ranks."""
     found = {name: str(value) for name, value in options.equal_on_all_ranks().items()}
     found["the optimizer"] = names_of(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -129,7 +129,7 @@ def check_model(model):
 
 
 def check_optimizers(model, optimizers):
-    """Like the chapter's, but with any number of groups, and with state that an optimizer's constructor makes."""
+    """Like the chapter's check, but allows several groups, and state that an optimizer's constructor has made."""
     names = {param: name for name, param in model.named_parameters()}
     seen = set()
     for optimizer in optimizers:
@@ -166,7 +166,7 @@ def check_has_values(model, options):
 
 
 def check_units(model, units):
-    """Raise ValueError for ZeRO-3's `units` that are not in the model, or overlap."""
+    """Raise ValueError if one of ZeRO-3's `units` is not in the model, or if two of them overlap."""
     names = {module: name for name, module in model.named_modules()}
     unit_around = {}
     for unit in units:
@@ -186,7 +186,7 @@ def check_units(model, units):
 
 
 def refuse_graph():
-    """Raise RuntimeError for a gradient that has its own graph, which would be reduced and grow in every step."""
+    """Raise RuntimeError for a gradient with its own graph, which would be kept, and would grow in every step."""
     raise RuntimeError(
         "backward(create_graph=True) is not supported, because gradients move into the engine's shards. For a "
         "gradient penalty call torch.autograd.grad(..., create_graph=True), and then backward() without it"
@@ -194,7 +194,7 @@ def refuse_graph():
 
 
 def check_first_order():
-    """Raise RuntimeError in ZeRO-3's backward under `create_graph=True`. Its graph would hold freed weights."""
+    """Raise RuntimeError in ZeRO-3's backward with `create_graph=True`, because the graph would hold freed weights."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True is not supported by ZeRO-3, whose weights are freed when backward has used them: use "

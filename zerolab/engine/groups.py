@@ -9,8 +9,8 @@ shard, so it costs no memory. It joins the group that its parameter was in, and 
     rank 1               aaa bbb cccc                 three pieces: the end of a, all of b, the start of c
 
 You choose groups on the real parameters, by shape, name or attribute, before the engine takes over the optimizer. If a
-rank owns no element of a group, its group is empty. The price: AdamW keeps a 4-byte step counter per piece, and updates
-many small tensors instead of a few large ones.
+rank owns no element of a group, the group is empty on this rank. The cost: AdamW keeps a 4-byte step counter per piece,
+and updates many small tensors instead of a few large ones.
 
 DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per parameter.
 """
@@ -19,7 +19,7 @@ DeepSpeed flattens each group into its own buffer. FSDP2 keeps one DTensor per p
 def cut(bucket, shard):
     """{parameter: its elements in `shard` (shard_numel,)}, for parameters that have any on this rank.
 
-    Each is a 1-D view. Of a parameter that is never cut (whole.py) it has the parameter's shape.
+    Each value is a 1-D view. For a parameter that is never cut (whole.py) the view has the parameter's shape.
     """
     pieces = {}
     for param, shape, offset in zip(bucket.params, bucket.shapes, bucket.offsets):
@@ -61,7 +61,7 @@ def take_over(optimizer, buckets):
 def hand_out_gradients(bucket):
     """The end of step 3: each piece gets a view of its part of the shard's gradient.
 
-    Raises RuntimeError if a piece has a gradient already: your loop set it, and it would be lost.
+    Raises RuntimeError if a piece has a gradient already, because your loop has set it, and it would be lost.
     """
     gradients = cut(bucket, bucket.shard.grad)
     for param, piece in bucket.pieces.items():
@@ -74,9 +74,9 @@ def hand_out_gradients(bucket):
 
 
 def collect_gradients(bucket, shard_gradient):
-    """The opposite: copy the gradients of the pieces to their places in `shard_gradient` (shard_numel,).
+    """The opposite of `hand_out_gradients`: copy the pieces' gradients to their places in `shard_gradient`.
 
-    A piece without a gradient counts as zero: your loop has thrown it away, or no rank has used the parameter.
+    A missing gradient becomes zero. Your loop has set it to None, or no rank has used the parameter.
     """
     for param, place in cut(bucket, shard_gradient).items():
         piece = bucket.pieces[param]
@@ -88,7 +88,7 @@ def collect_gradients(bucket, shard_gradient):
 
 
 def collect_values(bucket):
-    """After step 4: some optimizers assign `param.data` instead of writing in place. The shard gets these values."""
+    """After step 4: copy values to the shard from optimizers that assign `param.data` instead of writing in place."""
     storage = bucket.shard.untyped_storage()._cdata
     moved = {param: piece for param, piece in bucket.pieces.items() if piece.untyped_storage()._cdata != storage}
     if moved:

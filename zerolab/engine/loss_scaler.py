@@ -1,9 +1,9 @@
 """Loss scaling for float16: the ranks decide together whether a step is skipped.
 
-float16 has no small numbers, so the loss is multiplied by a large scale before backward, and gradients are divided by
-it afterwards. If a gradient overflows, the step is skipped and the scale is halved. After step 3 an overflow is in one
-rank's shard only. Torch's own scaler would skip the step on that rank and make it on the others, and the weights would
-diverge. Here all ranks make the same decision, which costs an all-reduce of 4 bytes.
+Small gradients are zero in float16, so the loss is multiplied by a large scale before backward, and the gradients are
+divided by it afterwards. If a gradient overflows, the step is skipped and the scale is halved. After step 3 only one
+rank has the overflow in its shard. torch's own scaler would skip the step on this rank and take it on the others, so
+the weights would diverge. Here all ranks make the same decision, which costs an all-reduce of 4 bytes.
 
 FSDP1 has `ShardedGradScaler` for this. FSDP2 uses DTensors, for which torch's own scaler works.
 """
@@ -16,7 +16,7 @@ from zerolab.engine import accelerator, tensor_parallel
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for an engine, which takes the optimizer's place in its calls:
+    """`torch.amp.GradScaler` for an engine. Pass the engine where torch's scaler expects the optimizer:
 
     scaler = GradScaler()
     scaler.scale(loss).backward()
@@ -47,19 +47,19 @@ class GradScaler(torch.amp.GradScaler):
         self._found_inf_per_device(engine.optimizers[0])[device] = overflow  # `update` takes the largest of all flags
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-        """Torch's, with the scale where the gradients are: with offload it is on the host.
+        """torch's method, with the scale on the device of the gradients, which is the host with offload.
 
-        Torch copies the scale from the GPU to pinned memory without waiting, and the host may read it too early.
+        torch itself copies the scale from the GPU to pinned memory without waiting, so the host may read it too early.
         """
         pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
         device = pieces[0].device if pieces else inv_scale.device
         return super()._unscale_grads_(optimizer, inv_scale.to(device), found_inf.to(device), allow_fp16)
 
     def step(self, engine):
-        """`engine.step()`, unless a rank has an infinite gradient. Unscales first if that was not done."""
+        """`engine.step()`, unless a rank has an infinite gradient. Calls `unscale_` first if you did not."""
         if not self.is_enabled():
             return engine.step()
-        first = engine.optimizers[0]  # has the decision of all ranks for all optimizers
+        first = engine.optimizers[0]  # `unscale_` stores the decision of all ranks at this optimizer
         if self._per_optimizer_states[id(first)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() was called already since the last update(): call scaler.update() in between")
         if not self._found_inf_per_device(first):

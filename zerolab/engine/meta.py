@@ -4,13 +4,13 @@
         model = Model()                                      # no memory
     engine = ZeRO3Engine(model, torch.optim.AdamW(model.parameters(), fused=True), init_fn=init_fn)
 
-Without this, every rank must hold the whole model once, 4Ψ bytes, before ZeRO-3 can shard it. Here each unit gets
-memory on this rank's device and its values, and is freed before the next one. So the peak during the build is the
-shards and two copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from
-`state_dict`. This is a dictionary of whole tensors, or the folder of a checkpoint, from which rank 0 reads one tensor
-at a time. Rank 0's values are broadcast, so only rank 0's values matter. Extra states (`get_extra_state`) are not set.
+Otherwise every rank must hold the whole model once, 4Ψ bytes, before ZeRO-3 can shard it. Here each unit gets memory on
+this rank's device and its values, and is freed before the next unit. So the peak during the build is the shards and two
+copies of one unit. The values come from `init_fn(name, tensor)`, which fills a tensor in place, or from `state_dict`.
+This is a dictionary of whole tensors, or the folder of a checkpoint, from which rank 0 reads one tensor at a time.
+Rank 0's values are broadcast, so only rank 0's values matter. Extra states (`get_extra_state`) are not set.
 
-FSDP2 has the same two steps: `fully_shard` on meta, then `to_empty` and an initialization of the shards.
+With FSDP2, `fully_shard` shards a model on `meta`. Then `to_empty` gives the shards memory, and your code fills them.
 """
 
 import os
@@ -28,7 +28,7 @@ from zerolab.engine.together import on_all_ranks
 
 
 class Source:
-    """The source of the values of a model on `meta`. For other models it does nothing."""
+    """Where a model on `meta` gets its values from. For other models this class does nothing."""
 
     def __init__(self, init_fn, state_dict):
         if isinstance(state_dict, Mapping):
@@ -39,7 +39,7 @@ class Source:
         self.error = None  # the error that `init_fn` raised; `finish` raises it on all ranks
 
     def check(self, model, options):
-        """Raise an error on all ranks if there are no values, no tensors on `meta`, or if the two do not match."""
+        """Raise an error on all ranks if values are missing, are not needed, or do not fit the model."""
         on_all_ranks(lambda: self.check_here(model, options), options.all_ranks)
 
     def check_here(self, model, options):
@@ -85,14 +85,14 @@ class Source:
         return self.state_dict
 
     def open(self, model, options):
-        """The beginning of step 0."""
+        """At the beginning of step 0: find the device, and open the checkpoint if there is one."""
         self.model, self.options = model, options
         self.device = device_for(model, options.group)
         if isinstance(self.state_dict, (str, os.PathLike)):
             self.folder = reader.Folder(reader.newest(self.state_dict), check=False)
 
     def fill_parameters(self, named_params):
-        """Give parameters that are on `meta` memory and values. Each stays the same object."""
+        """Give memory and values to parameters that are on `meta`. Each parameter stays the same object."""
         for name, param in named_params:
             if param.is_meta:
                 data = torch.zeros(param.shape, dtype=param.dtype, device=self.device)
@@ -146,7 +146,7 @@ class Source:
 
 
 def device_for(model, group):
-    """The device of the model's other parameters, or this rank's accelerator, if the group communicates there."""
+    """The device of parameters that are not on `meta`. Else this rank's accelerator, if the group communicates there."""
     for param in model.parameters():
         if not param.is_meta:
             return param.device

@@ -1,11 +1,11 @@
-"""Offload: shards, their gradients and the optimizer state are in the host's memory, and the update runs there.
+"""Offload: shards, their gradients and the optimizer state are in the host's memory, and the optimizer runs on the CPU.
 
 A shard is copied to the device right before its all-gather, and its gradient is copied back after its reduction. The
-device then needs no memory for 16Ψ/N bytes of float32 training, only for what is gathered, for whole gradients and for
-activations. The price is 4Ψ/N bytes over PCIe in each direction per gather and per step, and an update on the CPU:
-use an optimizer with `fused=True`, which is about four times faster there than the default. If several backwards are
-reduced before a step, each of them after the first also brings the sum so far back to the device, another 4Ψ/N bytes,
-because the device adds it up, and the host does not have to wait in the middle of backward.
+device then does not need the 16Ψ/N bytes of float32 training. It needs memory only for gathered parameters, whole
+gradients and activations. The cost is 4Ψ/N bytes over PCIe for each gather and, in the other direction, for each step,
+and an update on the CPU: use an optimizer with `fused=True`, which is about four times faster there than the default.
+If several backwards are reduced before a step, each of them after the first copies the sum so far back to the device,
+which is another 4Ψ/N bytes. The device adds up, so that the host does not have to wait in the middle of backward.
 
 The copies run on the compute stream, so computation waits for them. The host waits only in `reduce_gradients()`, for
 the last copy of each bucket and for nothing else on the device. FSDP2, which has the same option (`CPUOffloadPolicy`),
@@ -26,10 +26,10 @@ def to_host(tensor, policy):
 
 
 def mark_copy(bucket):
-    """Call it when a copy between the host and the device was queued for `bucket`. Sets `bucket.copied`.
+    """Called after a copy between the host and the device was queued for `bucket`. Sets `bucket.copied`, an event.
 
-    An event, because synchronizing the device would also wait for collectives that have nothing to do with the copy.
-    A later copy of the same bucket is in the same stream, so the last event stands for all of them.
+    Waiting for an event is enough, while synchronizing the device would also wait for unrelated collectives. A later
+    copy of the same bucket is in the same stream, so waiting for the last event waits for all of them.
     """
     device = bucket.flat.device
     if device.type != "cpu":

@@ -1,12 +1,12 @@
 """Several optimizers: `ZeRO2Engine(model, [muon, adamw])`, for example Muon for the matrices and AdamW for the rest.
 
 Every trained parameter is in exactly one of them. Schedulers and your loop use each optimizer as before, and
-`engine.step()` steps all of them. `engine.optimizers` is always a list.
+`engine.step()` calls `step()` of all of them. `engine.optimizers` is always a list.
 """
 
 
 class Optimizers:
-    """The list as `engine.optimizer`: what the chapters and the tools call, for all optimizers together."""
+    """Several optimizers as one, `engine.optimizer`: it has the attributes that the chapters and the tools use."""
 
     def __init__(self, optimizers):
         self.optimizers = optimizers

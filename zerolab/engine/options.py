@@ -1,4 +1,4 @@
-"""The options that all three stages have, as buckets and methods of an engine read them: `engine.options`."""
+"""`engine.options`: the options of all three stages, as the buckets and methods of an engine read them."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Options:
 
     group      the ranks to shard over
     replicas   the ranks that hold the same shard (hybrid sharding), or None
-    all_ranks  the ranks of both
+    all_ranks  the ranks of all rows and columns, which are the ranks that build the engine
     """
 
     group: dist.ProcessGroup | None
@@ -28,6 +28,6 @@ class Options:
     whole: WholeParameters
 
     def equal_on_all_ranks(self):
-        """{name: value} of what must be equal on all ranks. With replicas each row of ranks has its own group."""
+        """{name: value} of the options that must be equal on all ranks. Groups may differ: each row has its own."""
         names = ("param_dtype", "reduce_dtype", "find_unused", "offload_policy")
         return {name: getattr(self, name) for name in names}

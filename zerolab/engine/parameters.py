@@ -1,11 +1,11 @@
 """The classes that an engine gives to parameters, so that a mistake is an error and not a wrong result.
 
-While an engine has a parameter, the object is the same, and its class is `EngineParameter`; while its unit is freed, it
-is `FreedParameter`. They detect three mistakes:
+An engine keeps the parameter objects, but changes their class to `EngineParameter`, and to `FreedParameter` while their
+unit is freed. These classes detect three mistakes, which would otherwise have these consequences:
 
-    a gradient that has moved into the shards is read    torch's clipping, for example, would find no gradients
-    a gradient is replaced that would not be reduced     `model.zero_grad()` would have no effect, or a wrong one
-    a freed weight is read                               the process would crash, or the values would be garbage
+    reading a gradient that has moved into the shards      torch's clipping, for example, would find no gradients
+    replacing a gradient, so that it is not reduced        `model.zero_grad()` would have no effect, or a wrong one
+    reading a freed weight                                 the process would crash, or the values would be garbage
 
 DTensors, other subclasses of Parameter and fake tensors keep their class, so nothing is detected there.
 """
@@ -26,7 +26,7 @@ without_checks = torch._C.DisableTorchFunctionSubclass  # saves the call of __to
 class EngineParameter(nn.Parameter):
     """A parameter whose gradient moves into the shard. Without this, torch's clipping would find no gradient at all."""
 
-    # A weak reference to the bucket that has it. With a strong one a loss that the model keeps would keep the model
+    # A weak reference to the parameter's bucket. With a strong one, a loss that the model keeps would keep the model
     # alive forever, through autograd's graph, the parameter and the unit.
     bucket = None
 
@@ -50,7 +50,7 @@ class EngineParameter(nn.Parameter):
 
 
 def check_moved(param):
-    """Raise RuntimeError if `param` has got a gradient, and it is in the engine now."""
+    """Raise RuntimeError if `param` has got a gradient that is in the engine now."""
     bucket = bucket_of(param)
     if bucket is not None and param in bucket.used:
         raise RuntimeError(
@@ -79,7 +79,7 @@ class FreedParameter(EngineParameter):
     """A parameter whose storage has no bytes. Reading it would crash the process or return garbage."""
 
     def __repr__(self):
-        """For messages and debuggers, which print a parameter. Its values are not here."""
+        """For messages and debuggers, which print parameters. The values cannot be printed, because they are freed."""
         name = "of an engine that is gone" if bucket_of(self) is None else repr(name_of(self))
         return f"FreedParameter({name}, shape={tuple(self.shape)})"
 
@@ -106,7 +106,7 @@ class FreedParameter(EngineParameter):
 
 
 VALUES = {"data", "real", "imag", "T", "H", "mT", "mH"}  # properties that give access to the values
-METADATA = {  # methods that do not give access to them
+METADATA = {  # methods that do not give access to the values
     "size", "numel", "nelement", "dim", "element_size", "stride", "storage_offset", "is_contiguous", "is_complex",
     "is_floating_point", "get_device", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__",
     "register_post_accumulate_grad_hook", "_is_view", "is_same_size", "is_shared", "is_inference", "empty_like",
@@ -135,7 +135,7 @@ def name_of(param):
 
 
 def adopt(buckets):
-    """Give the parameters their class, except for DTensors, other subclasses and fake tensors, which have no values."""
+    """Change the class of the parameters, except for DTensors, fake tensors and other subclasses."""
     for bucket in buckets:
         for param in bucket.params:
             if type(param) in (nn.Parameter, EngineParameter):  # the latter if an earlier engine was dropped

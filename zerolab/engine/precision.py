@@ -1,9 +1,9 @@
 """Mixed precision: compute and communicate in one dtype, keep the shards in another.
 
 With `param_dtype=torch.bfloat16` a model of float32 parameters computes in bfloat16. The optimizer updates the shards,
-which stay in float32. A gather sends a rounded copy of them. bfloat16 has 8 significant bits, so an update
-that is 256 times smaller than its weight would be lost. `reduce_dtype=torch.float32` sums the gradients of all ranks in
-float32, although backward computed them in bfloat16.
+which stay in float32, because bfloat16 has 8 significant bits, so an update that is 256 times smaller than its weight
+would be lost. A gather sends a rounded copy of the shards. With `reduce_dtype=torch.float32` the gradients of all ranks
+are summed in float32, although backward has computed them in bfloat16.
 
 The cost, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), with `reduce_dtype=torch.float32`:
 
@@ -12,7 +12,7 @@ The cost, in bytes (bfloat16, float32 shards, AdamW; Ψ parameters, N ranks), wi
     ZeRO-3   4Ψ/N shards + 4Ψ/N gradients + 8Ψ/N optimizer state = 16Ψ/N, and 2 bytes per gathered parameter
 
 In ZeRO-1 the optimizer's gradients are a view of the whole float32 gradients. Without `reduce_dtype` the whole
-gradients are bfloat16 and the optimizer needs a float32 copy of its part: 4Ψ + 16Ψ/N.
+gradients are in bfloat16, so the optimizer needs a float32 copy of its part, and the sum is 4Ψ + 16Ψ/N.
 
 A gather sends 2 bytes per parameter, a reduction 2 or 4. FSDP2's `MixedPrecisionPolicy` does the same, with the same
 losses to the bit on two ranks. DeepSpeed calls the float32 shards master weights.
@@ -40,7 +40,7 @@ def reduce_dtype(param, options):
 
 
 def alignment(param, options):
-    """As in the chapter, 16 or 256 bytes in elements, here of the smaller of both dtypes."""
+    """The chapter's alignment of 16 or 256 bytes, in elements of the smaller one of the two dtypes."""
     nbytes = 256 if param.is_cuda else 16
     size = min(param.element_size(), compute_dtype(param, options).itemsize)
     return max(1, nbytes // size)
@@ -99,7 +99,7 @@ def cast_inputs(module, dtype):
 
 
 def cast(value, dtype):
-    """`value` itself if it has nothing to cast; else a copy, also of the containers and dataclasses around a tensor."""
+    """`value` itself if it has nothing to cast. Else a copy, also of the containers and dataclasses around a tensor."""
     leaves, structure = tree_flatten(value)
     changed = [cast_leaf(leaf, dtype) for leaf in leaves]
     if all(new is old for new, old in zip(changed, leaves)):

@@ -1,19 +1,19 @@
 """Hybrid sharding: shard inside a node, replicate across nodes.
 
-The ranks form a grid, a `DeviceMesh` of two dimensions. Along the second dimension they shard. Along the first one they
-are **replicas**: ranks with the same shard. Gathers stay in one row of the grid, for example inside one node, where the
-network is fast. Gradients must cross: once a row has reduced its gradients, an all-reduce averages each shard over the
-replicas.
+The ranks form a grid, a `DeviceMesh` of two dimensions. The ranks of a row shard the model. The ranks of a column are
+**replicas**, which have the same shard. Gathers stay in one row of the grid, for example inside one node, where the
+network is fast. Gradients must cross rows: once each row has reduced its gradients, an all-reduce averages each shard
+over its replicas.
 
                      shard 0   shard 1   shard 2   shard 3
     replica 0        rank 0    rank 1    rank 2    rank 3     gather and reduce-scatter along the rows
     replica 1        rank 4    rank 5    rank 6    rank 7     all-reduce along the columns: 1/4 of the elements
 
-The cost: each row holds everything once, so memory is divided by the length S of a row instead of the number of ranks.
-Across the nodes a rank sends 2Ψ/S elements per step instead of 3Ψ.
+The cost: each row holds the whole model once, so memory is divided by the length S of a row, and not by the number of
+ranks. Across the nodes a rank sends 2Ψ/S elements per step instead of 3Ψ.
 
 `fully_shard(mesh=...)` with a mesh of two dimensions does the same, and so does FSDP1's HYBRID_SHARD. The paper is MiCS
-(Zhang et al., 2022). FSDP2 runs the all-reduce on a separate stream; here backward waits for it.
+(Zhang et al., 2022). FSDP2 runs the all-reduce on a separate stream. Here backward waits for the all-reduce.
 """
 
 import torch.distributed as dist

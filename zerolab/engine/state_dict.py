@@ -1,8 +1,8 @@
-"""Get whole weights out of an engine or into one: for inference, for export, or for any other tool.
+"""Read whole weights from an engine, or load them into one: for inference, for export, or for any other tool.
 
 `full_state_dict()` gathers bucket by bucket. Its result is what `model.state_dict()` of the plain model returns, on the
-CPU and on every rank, which takes 4Ψ bytes there. On the device it needs memory for one bucket. To resume training use
-a sharded checkpoint instead (checkpoint/), which gathers nothing and includes the optimizer state.
+CPU and on every rank, which takes 4Ψ bytes there. On the device it needs memory for one bucket. To resume training,
+use a sharded checkpoint instead (checkpoint/), which gathers nothing and includes the optimizer state.
 
 Names are the same here, in checkpoints and in `state_dict=` of a model on meta: the names of `model.named_parameters()`
 and `named_buffers()`, without what torch.compile and activation checkpointing insert. Hooks that change a module's
@@ -29,7 +29,7 @@ INSERTED = ("_orig_mod", "_checkpoint_wrapped_module")  # names of attributes of
 
 
 def plain_name(key):
-    """A name without the parts that torch.compile and activation checkpointing insert. Torch saves under this name."""
+    """A name without the parts that torch.compile and activation checkpointing insert. torch also saves this name."""
     return ".".join(part for part in key.split(".") if part not in INSERTED)
 
 

@@ -1,9 +1,9 @@
-"""Tensor parallelism and pipelines: parameters that are split already, and torch's pipelines as the caller.
+"""Tensor parallelism, whose parameters are split already, and torch's pipelines, which call an engine.
 
 **Tensor parallelism.** `parallelize_module` makes a parameter a DTensor over one dimension of a mesh: each rank of that
 dimension has a part of the matrix and computes with it. An engine shards this local part over another dimension:
-`ZeRO3Engine(model, optimizer, group=mesh["data"])`. FSDP2 composes in the same way. For plain parameters every function
-here returns its argument.
+`ZeRO3Engine(model, optimizer, group=mesh["data"])`. FSDP2 can be combined with it in the same way. For a plain
+parameter, the functions here return their argument unchanged.
 
 **Pipelines.** A stage of `torch.distributed.pipelining` calls a module, so wrap the engine:
 `PipelineStage(AsModule(engine), ...)`. By default a schedule divides each `param.grad` by the number of micro-batches
@@ -65,7 +65,7 @@ def mesh_of(params):
 
 
 def is_counted(param, mesh):
-    """Whether this rank's part of `param` belongs in a sum over the tensor dimension. Replicated parts count once."""
+    """Whether a sum over the tensor dimension includes this rank's part of `param`. Replicated parts count once."""
     is_split = isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
     return mesh is None or is_split or mesh.get_local_rank() == 0
 

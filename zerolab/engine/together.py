@@ -1,4 +1,4 @@
-"""Functions that all ranks call together: raise one rank's error on every rank, so that none waits; make a group."""
+"""Functions that all ranks call together: one raises an error of one rank on all ranks, another makes a group."""
 
 import secrets
 
@@ -41,7 +41,7 @@ def all_succeed(work, group):
 
 
 def portable(error):
-    """A copy of the error that every rank can unpickle, with a single message."""
+    """A copy of the error that every rank can unpickle, with the message as its only argument."""
     if error is None:
         return None
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)

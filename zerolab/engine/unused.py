@@ -1,14 +1,14 @@
-"""Unused parameters: a step that leaves some without a gradient, on some ranks or on all.
+"""Unused parameters: a step may leave some parameters without a gradient, on some ranks or on all.
 
 A chapter waits for every gradient of a bucket, on all ranks alike. With `find_unused=True` a bucket is final when no
-more gradients can come: in ZeRO-2 when backward ends, in ZeRO-3 when backward moves on to the next unit. A parameter
-without a gradient on this rank sends zeros, because another rank may have used it. If no rank used it, its pieces have
-no gradient, so the optimizer skips them as in plain PyTorch: no weight decay, no momentum.
+more gradients can come: in ZeRO-2 when backward ends, in ZeRO-3 when backward moves on to the next unit. For a
+parameter without a gradient a rank sends zeros, because another rank may have used it. If no rank used it, its pieces
+have no gradient, so the optimizer skips them as in plain PyTorch: no weight decay, no momentum.
 
 The cost: an all-reduce of one byte per parameter in each step, and the host waits for its result. ZeRO-2 sends
-buckets that are incomplete only after backward. All ranks must still run the same units in the same order.
+incomplete buckets only after backward. All ranks must still run the same units in the same order.
 
-DDP's option is `find_unused_parameters=True`. It walks the graph after each forward, which an engine does not need.
+DDP's option is `find_unused_parameters=True`. DDP walks the graph after each forward, which an engine does not need.
 """
 
 import torch
@@ -20,7 +20,7 @@ from zerolab.engine import accelerator
 def find_used(buckets, group):
     """The parameters that some rank used since `zero_grad()`. A collective."""
     params = [(bucket, param) for bucket in buckets for param in bucket.params]
-    # Where the group sends from: a group of some ranks is over gloo, and sends from the host.
+    # The device from which the group sends: a group of some ranks is over gloo, which sends from the host.
     device = accelerator.device_of(group)
     used = torch.tensor([param in bucket.used for bucket, param in params], dtype=torch.uint8, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
@@ -28,7 +28,7 @@ def find_used(buckets, group):
 
 
 def drop_unused(buckets, group):
-    """Take the gradient, which is zero, from the pieces of parameters that no rank used."""
+    """Set the gradient, which is zero, to None for the pieces of parameters that no rank used."""
     used = find_used(buckets, group)
     for bucket in buckets:
         for param, piece in bucket.pieces.items():

@@ -1,26 +1,28 @@
 """Whole parameters: no cut falls inside a parameter, so an optimizer may look at whole matrices.
 
-A chapter cuts a bucket wherever its shards end. AdamW does not notice, because it treats each element by itself. Muon
-orthogonalizes a matrix, and Adafactor averages over its rows and columns. On a part of a matrix both compute something
-else, without an error. With `whole=True`, or a list of parameters, each of these belongs to one rank as a whole:
+A chapter cuts a bucket wherever its shards end. For AdamW this makes no difference, because it treats each element by
+itself. Muon orthogonalizes a matrix, and Adafactor averages over its rows and columns. On a part of a matrix both
+compute wrong results without an error. With `whole=True`, or a list of parameters, each of these parameters belongs to
+one rank as a whole:
 
     cut      flat   aaaaaaaaaaaaaaabbbcccccccccddd    four parameters, three ranks
              owner  000000000011111111112222222222
     whole    flat   aaaaaaaaaaaaaaaccccccccc......bbbddd.........
              owner  000000000000000111111111111111222222222222222
 
-In each bucket the largest parameter is placed first, and each goes where there is the least so far. The fullest part
-goes to the rank that owns the least of all buckets so far. A shard is as large as the fullest part. Collectives stay
-the same. Whole and cut parameters have separate buckets, because the cut ones need room without gaps.
+The parameters of a bucket are divided into N parts. The largest parameter is placed first, and each parameter goes to
+the part that has the fewest elements so far. The fullest part goes to the rank that owns the fewest elements of all
+buckets so far. A shard is as large as the fullest part. Collectives stay the same. Whole and cut parameters have
+separate buckets, because the cut ones must be stored without gaps.
 
-The cost is padding: a bucket has N times its fullest part in elements. It is held in shards and gradients, and sent.
-The optimizer has no state for padding. A bucket of one matrix is N times as large as the matrix, so buckets are larger
-by default, and units should have many matrices (docs/whole-parameters.md has numbers). A rank may own nothing of a
-bucket, or of the model.
+The cost is padding: a bucket has N times as many elements as its fullest part. The padding is held in shards and
+gradients, and sent, but the optimizer has no state for it. A bucket of one matrix is N times as large as the matrix, so
+buckets are larger by default, and units should have many matrices (docs/whole-parameters.md has numbers). A rank may
+own nothing of a bucket, or of the model.
 
-Megatron places whole matrices by their cost too. nanochat groups matrices of one shape, and pads their number to a
-multiple of N. FSDP2 cuts rows, and for Muon torchtitan sends each matrix to one rank and back. DeepSpeed's stages 1 and
-2 cut, gather the gradients, and repeat the work on every rank that has a part.
+Megatron also assigns whole matrices to ranks by their cost. nanochat groups matrices of one shape, and pads their
+number to a multiple of N. FSDP2 shards rows, and for Muon torchtitan sends each matrix to one rank and back.
+DeepSpeed's stages 1 and 2 cut matrices, gather the gradients, and repeat the work on every rank that has a part.
 """
 
 import torch
@@ -35,8 +37,8 @@ NAMES = ("Muon", "Adafactor")  # of torch's optimizers that look at whole tensor
 class WholeParameters:
     """The parameters that are never cut, and how many elements of them each rank owns.
 
-    given    the option: True for all trained parameters, False, or a list of parameters
-    params   the set of them, from `check` on
+    given    the option: True for all trained parameters, False for none, or a list of parameters
+    params   the set of these parameters; empty before `check`
     """
 
     def __init__(self, given):
@@ -54,7 +56,7 @@ class WholeParameters:
             foreign = set(self.given) - set(model.parameters())
             if foreign:
                 raise ValueError(f"{len(foreign)} of the parameters in whole are not the model's")
-            self.params = set(self.given) & set(trained)  # no optimizer sees a frozen one
+            self.params = set(self.given) & set(trained)  # a frozen parameter has no optimizer, so it may be cut
         else:
             raise TypeError(f"whole must be True, False or a list of the model's parameters, got {self.given!r}")
         for param in self.params:
@@ -74,7 +76,7 @@ class WholeParameters:
                 )
 
     def bucket_mb(self, engine):
-        """The default size of a bucket in MiB: None, the chapter's, if all parameters are cut.
+        """The default size of a bucket in MiB. None, which is the chapter's default, if all parameters are cut.
 
         Else the chapter's limit of 25 MiB grows to N times the largest whole parameter, so that each rank gets one.
         """
@@ -121,7 +123,7 @@ def size(part):
 def assign_places(bucket):
     """The chapter's `assign_places`, for a bucket whose parameters have owners: sets `offsets` and sizes."""
     align = bucket.alignment()
-    ends = [0] * bucket.world_size  # of what each rank has so far
+    ends = [0] * bucket.world_size  # the elements that each rank has so far
     begins = []
     for param, owner in zip(bucket.params, bucket.owners):
         begins.append(ends[owner])
