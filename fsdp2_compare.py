@@ -1,13 +1,18 @@
 """The referee: trains one GPT on one text under every engine, and compares losses, memory, traffic and step times.
 
-An engine is anything that trains a model, usually on several ranks. These are compared by default, but for the last
-two, which run only on request, as zero1_2psi and DeepSpeed's stages do:
+An engine is anything that trains a model, usually on several ranks. These eight run by default:
 
-    single                      one process on the batches of all ranks together: what the others must equal
+    single                      plain PyTorch in one process, on the batches of all ranks together
     ddp                         DistributedDataParallel(gradient_as_bucket_view=True)
-    zero1                       next to zero_redundancy_optimizer, torch's ZeroRedundancyOptimizer over DDP
-    zero2                       next to fsdp2_no_reshard, fully_shard(reshard_after_forward=False)
-    zero3                       next to fsdp2, fully_shard
+    zero1                       zero1.py
+    zero_redundancy_optimizer   torch's ZeroRedundancyOptimizer over DDP, which shards the same tensors as zero1
+    zero2                       zero2.py
+    fsdp2_no_reshard            fully_shard(reshard_after_forward=False), to compare with zero2
+    zero3                       zero3.py
+    fsdp2                       fully_shard, which shards the same tensors as zero3
+
+These run only if `--engines` names them, and so do zero1_2psi and DeepSpeed's stages:
+
     fsdp1                       FullyShardedDataParallel around every block and the model, like fsdp2
     fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"
 
@@ -54,14 +59,14 @@ from zerolab.run.shared_options import check_world_size
 # With more ranks, or with the whole batch in one process, the same numbers are added in a different order. Each sum is
 # then off by about 1e-7 of its size. AdamW divides a gradient by the size of earlier gradients, so where a gradient is
 # nearly zero, the update is off by as much as the rounding. With `tiny` on three ranks, losses differed by 1.8e-5 nats
-# after 40 steps. The tolerance is far above that, because losses differ more in a longer run. The pass in float64 is
-# what finds errors.
+# after 40 steps. The tolerance is far above that, because losses differ more in a longer run. Errors of an engine are
+# found by the pass in float64.
 TOLERANCE = 1e-3
 # In bfloat16 each sum is off by about 4e-3 of its size. With `tiny`, after 40 steps, losses differed by 1.5e-2 nats
 # between two ranks and one process on the whole batch, and by 4.8e-2 with three ranks.
 TOLERANCE_BF16 = 1e-1
 
-WATCHED = 3  # how many steps of each engine the ledgers see. In the third one all optimizer states exist
+WATCHED = 3  # the number of steps that the ledgers see. In the third one all optimizer states exist
 COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  # `rows` need a grid of ranks
 
 
@@ -72,19 +77,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Referee:
-    """One comparison: what the engines share, and the passes."""
+    """One comparison: the three passes, and the model and data that all engines share."""
 
     def __init__(self, options: argparse.Namespace, text: torch.Tensor, world: World):
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
         self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
-        # For models on a GPU, because drawing a billion numbers on the host takes longer than copying them. They are
-        # drawn here, where no ledger counts them.
+        # On a GPU the initial weights are drawn once and copied for each engine, because drawing a billion numbers on
+        # the host takes longer than copying them. They are drawn here, where no ledger counts them.
         self.weights = None if world.device.type == "cpu" else self.model()
         self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
-        """{engine: its run}: the first and the second pass."""
+        """The first and the second pass. Returns {engine: its run}."""
         torch.use_deterministic_algorithms(self.world.device.type != "cpu")  # CUDA adds atomically in some backwards
         differences = self.prove()
         runs = {}
@@ -107,7 +112,7 @@ class Referee:
         model = self.model() if on_cpu else copied_to(self.world.device, self.weights)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
-        # `fused`, because the default on CUDA allocates temporary tensors as large as the parameters, for any engine.
+        # `fused`, because AdamW's default on CUDA allocates temporary tensors as large as the parameters.
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
         return build(name, model, optimizer, self.world.device, dtype=self.dtype)
 
@@ -121,19 +126,19 @@ class Referee:
         return self.batches(step, self.world.rank)
 
     def takes_part(self, name: str) -> bool:
-        """`single` runs on rank 0 only; the others wait."""
+        """Whether this rank runs the engine `name`. `single` runs on rank 0 only, and the other ranks wait."""
         return name != "single" or self.world.rank == 0
 
     def wait_after(self, name: str) -> None:
-        """After the work of `name`. If only rank 0 did it, the others wait for rank 0 here, because a collective would
-        time out."""
+        """Called after the engine `name` has run. If only rank 0 ran it, the other ranks wait here for rank 0. They do
+        not wait in a collective, because it would time out."""
         if name == "single":
             process_group.wait_for_rank_0(self.world)
 
     # First pass.
 
     def prove(self) -> dict[str, float | None]:
-        """{engine: the largest difference of its float64 losses from one process's, or None if it was not tested}."""
+        """{engine: the largest difference between its float64 losses and one process's, or None if not tested}."""
         options = self.options
         config, recomputed = preset(options.preset), options.checkpoint_activations
         small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.world)
@@ -181,8 +186,8 @@ class Referee:
             for step, batch in enumerate(batches[:WATCHED], 1):
                 out_of_memory = explained(f"training step {step} of {name}", engine, memory)
                 with watched_step(engine, memory, allocator) as seen, out_of_memory:
-                    # The ledger counts only storages that are made, or viewed, while it is open. Copying the batch
-                    # here makes it count once for every engine, whether or not the engine uses views of it.
+                    # The ledger counts only storages that are made, or viewed, while it is open. The batch is copied
+                    # here, so that it counts once for every engine, whether or not the engine uses views of it.
                     losses.append(self.step(engine, [part.clone() for part in batch]))
                 self.progress.advance()
         for step in range(WATCHED, self.options.steps):
@@ -192,17 +197,17 @@ class Referee:
         return losses, seen
 
     def judge(self, runs: dict[str, dict]) -> None:
-        """Fill in `difference` (the largest, over steps and ranks), `tolerance` and `match`. A collective."""
+        """Set `difference` (the largest over all steps and ranks), `tolerance` and `match`. A collective."""
         base = reference(runs)
         mine = {name: run["losses"] or [0.0] * self.options.steps for name, run in runs.items()}
         of_all_ranks = process_group.gathered(mine)
-        losses, means = {}, {}  # (rank, step); and over the ranks: the loss of the whole batch
+        losses, means = {}, {}  # of shape (rank, step); their means over the ranks, the losses of the whole batch
         for name in runs:
             losses[name] = torch.tensor([of_rank[name] for of_rank in of_all_ranks], dtype=torch.float64)
             means[name] = losses[name][0] if name == "single" else losses[name].mean(0)
         for name, run in runs.items():
             compared = means if "single" in (name, base) else losses
-            # Micro-batches: some engines average over the ranks before they add up, others after.
+            # With micro-batches some engines average over the ranks before they add up gradients, and others after.
             exact = compared is losses and self.world.world_size <= 2 and self.options.accumulate == 1
             rounding = TOLERANCE if self.dtype is None else TOLERANCE_BF16
             run["tolerance"] = 0.0 if exact and ENGINES[name].exact else rounding
@@ -215,7 +220,7 @@ class Referee:
     # Third pass.
 
     def time(self, runs: dict[str, dict]) -> None:
-        """Fill in `step_ms`, the median of the slowest rank's times, and the numbers that follow from it."""
+        """Set `step_ms`, the median of the slowest rank's times, and the numbers that are computed from it."""
         engines = {name: self.build(name) for name in runs if self.takes_part(name)}
         steps = dict.fromkeys(runs)
         for name in engines:

@@ -146,7 +146,7 @@ class Source:
 
 
 def device_for(model, group):
-    """The device of parameters that are not on `meta`. Else this rank's accelerator, if the group communicates there."""
+    """The device of parameters that are not on `meta`, else this rank's accelerator if the group communicates there."""
     for param in model.parameters():
         if not param.is_meta:
             return param.device

@@ -1,7 +1,7 @@
 """Sharded checkpoints: save a run, and resume it in any stage, on any number of ranks, or in torch's own classes.
 
     checkpoint.save(engine, "run", step=100)     # a new folder run/000001; `step` is your own value
-    extra = checkpoint.load(engine, "run")       # the newest one; {"step": 100}
+    extra = checkpoint.load(engine, "run")       # loads the newest checkpoint, and returns {"step": 100}
 
 Every rank writes its pieces of each parameter and of the optimizer state into its own file: 12Ψ/N bytes with float32
 and AdamW. Nothing is gathered, and only the list of contents is sent. (`full_state_dict` sends Ψ elements, holds 4Ψ
@@ -15,10 +15,10 @@ files when it reads them.
 | file | the idea |
 |---|---|
 | `rectangles.py` | a piece is a run of elements, but DCP stores rectangles |
-| `saving.py` | what is saved, and saving in the background while training continues |
+| `saving.py` | the layout of the saved state, and saving in the background while training continues |
 | `folders.py` | a crash in the middle of a save keeps the earlier checkpoints and leaves no incomplete one |
-| `loading.py` | check that a checkpoint fits the engine before anything is changed |
-| `reader.py` | files that are damaged, or written by somebody you do not trust |
+| `loading.py` | checking that a checkpoint fits the engine, before anything is changed |
+| `reader.py` | reading files that may be damaged, or written by somebody you do not trust |
 | `metadata.py` | reading DCP's list of contents, a pickle, without running code |
 """
 

@@ -1,11 +1,11 @@
 """A folder of a checkpoint, which is always either complete or not recognized as a checkpoint.
 
-All ranks write into a folder "000007.partial". When all files are on disk, rank 0 writes their SHA-256 into it and
-renames it to "000007". A rename is atomic. A crash before it leaves a partial folder, which `load` ignores and the next
-save deletes.
+All ranks write into a folder such as "000007.partial". When all files are on disk, rank 0 writes their SHA-256 into the
+folder, and renames it to "000007". A rename is atomic. A crash before the rename leaves a partial folder, which `load`
+ignores and the next save deletes.
 
-Each save needs a new folder, because DCP overwrites files in place. After a crash in the middle the old `.metadata`
-still matches, and the mix of old and new values loads without an error.
+Each save needs a new folder, because DCP overwrites files in place. After a crash in the middle of such a save, the old
+`.metadata` would still match, and the mix of old and new values would load without an error.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def make_folder(folder, keep):
         raise ValueError(f"{str(folder)!r} is a checkpoint itself: pass the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
     for partial in folder.glob("[0-9]*.partial"):
-        if partial.stem.isdecimal() and partial.is_dir():  # anything else is the user's
+        if partial.stem.isdecimal() and partial.is_dir():  # anything else belongs to the user
             shutil.rmtree(partial, ignore_errors=True)
     delete_old(folder, keep)
     numbers = [int(path.stem) for path in folder.glob("[0-9]*") if path.stem.isdecimal()]
@@ -58,7 +58,7 @@ def write(state, path, keep, group):
     rank = dist.get_rank(group)
     # Without `per_thread_copy_ahead=0` torch creates a stream on GPU 0, even for tensors on the CPU.
     writer = Writer(path, per_thread_copy_ahead=0)
-    # Replicas have the same pieces: the first replica writes them. By default DCP spreads them over all replicas.
+    # Replicas have the same pieces, and the first replica writes them. By default DCP divides them among all replicas.
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, flatten_sharded_tensors=False)
     try:
         try:
@@ -83,9 +83,9 @@ def write(state, path, keep, group):
 
 
 def lack_of_space(state, folder, group):
-    """A sentence that says so if the disk is full, else "". A collective.
+    """A sentence for the error message if the disk is full, else "". A collective.
 
-    torch's own message on a full disk may be "enforce fail at inline_container.cc".
+    torch's own message for a full disk may be "enforce fail at inline_container.cc".
     """
     tensors = [getattr(leaf, "elements", leaf) for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     needed = sum(tensor.nbytes for tensor in tensors)
@@ -100,7 +100,7 @@ def lack_of_space(state, folder, group):
 
 
 def complete_folder(path, sums, keep):
-    """Rank 0 only: all files are on disk, and the folder gets its name. Deletes checkpoints that are not kept."""
+    """Rank 0 only, when all files are on disk: rename the folder. Deletes checkpoints that are not kept."""
     with open(path / SUMS, "w") as stream:
         for name, digest in sorted(sums.items()):
             stream.write(f"{digest}  {name}\n")
@@ -115,7 +115,7 @@ def complete_folder(path, sums, keep):
 
 def delete_old(folder, keep):
     for old in complete(folder)[: -keep if keep else 0]:
-        with contextlib.suppress(OSError):  # it stays, and the next save tries again
+        with contextlib.suppress(OSError):  # then the folder stays, and the next save tries again
             # Renamed first, because a crash during the deletion would leave an incomplete checkpoint.
             shutil.rmtree(old.rename(old.with_suffix(".partial")))
 

@@ -1,9 +1,9 @@
 """Loading: check that the checkpoint fits the engine before anything is changed.
 
 Every rank reads the rectangles that overlap its pieces. So it does not matter how many ranks wrote the checkpoint, or
-whether the writer was an engine, FSDP2 or a plain model. All values are read into the host's memory first, 12Ψ/N bytes
-with float32 and AdamW. If any rank fails, all ranks raise its error, and no engine has changed. (DCP's `load` writes
-into the model's own tensors while it reads.)
+whether the writer was an engine, FSDP2 or a plain model. All values are first read into the host's memory, 12Ψ/N bytes
+with float32 and AdamW. If any rank fails, all ranks raise its error, and no engine has changed. (DCP's own `load`
+writes into the model's tensors while it reads.)
 """
 
 import copy
@@ -24,8 +24,8 @@ from zerolab.engine.together import all_succeed, on_all_ranks
 def load(engine, folder):
     """Load the newest checkpoint in `folder`, or `folder` itself, into the engine. Returns `extra`. A collective.
 
-    `extra` has the values that this rank saved. A rank that did not exist then gets rank 0's values. Raises the same
-    error on every rank before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, ValueError if the model or
+    `extra` has the values that this rank saved. A rank that did not exist then gets rank 0's values. These errors are
+    raised on every rank, before anything is changed: FileNotFoundError, `Damaged`, `Unsafe`, ValueError if the model or
     the optimizer is different, or RuntimeError inside `torch.inference_mode()`.
     """
     if torch.is_inference_mode_enabled():
@@ -46,9 +46,10 @@ def load(engine, folder):
 def load_newest(engine, folder):
     """Load the newest checkpoint in `folder` that is not damaged. Returns (its path, `extra`), or None. A collective.
 
-    None: there is no checkpoint. Rank 0 warns of each one that is skipped. Raises RuntimeError if all are damaged.
+    It returns None if there is no checkpoint. Rank 0 warns of each checkpoint that is skipped. Raises RuntimeError if
+    all checkpoints are damaged.
     """
-    wait_for_last(engine)  # before the folder is listed, because the save in the background adds to it
+    wait_for_last(engine)  # before the folder is listed, because a save in the background adds a checkpoint to it
     group = engine.options.all_ranks
     first = dist.get_rank(group) == 0
     found = on_all_ranks(lambda: complete(folder) if first else None, group)[0]
@@ -101,7 +102,7 @@ def read(engine, source, rank):
 
 
 def check_model(engine, source, tensors, extras):
-    """Raise ValueError if the checkpoint has another model: other names, or another shape or dtype under one name."""
+    """Raise ValueError if names, shapes or dtypes in the checkpoint differ from the model's."""
     saved = source.model_on_meta()
     missing = [key for key in tensors if key not in saved]
     # DCP does not save an extra state that is an empty dictionary.
@@ -131,7 +132,7 @@ def read_options(engine, source):
             f"{where} has numbers in place of parameter names, as optimizer.state_dict() has. Save what torch's "
             "get_optimizer_state_dict(model, optimizer) returns. docs/migrating/move.py converts a file"
         )
-    kind = source.values(source.tree.get("zero", {})).get("optimizer")  # DCP does not save it
+    kind = source.values(source.tree.get("zero", {})).get("optimizer")  # None in a checkpoint that DCP has written
     if kind not in (None, names_of(engine.optimizers)):
         raise ValueError(f"{where} is from {kind}, but the optimizer here is {names_of(engine.optimizers)}")
     trained = frozenset(plain_name(name) for bucket in engine.buckets for name in bucket.names)
@@ -189,11 +190,11 @@ def plan_states(engine, source, wanted):
     return states
 
 
-# From here on the engine changes.
+# The functions above change nothing. From here on the engine changes.
 
 
 def set_extra_states(extras, group):
-    """Have modules load their extra state. This runs their own code. If it raises an error, all are restored."""
+    """Have modules load their extra states, which runs their own code. After an error all states are restored."""
     if not extras:
         return
     before = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in extras]
@@ -214,7 +215,7 @@ def write_tensors(engine, tensors):
 
 
 def write_optimizer(engine, options, states):
-    """Place the state as torch's optimizers do: with the piece, but a step counter on the CPU, unless it is fused."""
+    """Store the state on the piece's device, as torch does. Step counters of unfused optimizers stay on the CPU."""
     places = [(optimizer, group) for optimizer in engine.optimizers for group in optimizer.param_groups]
     for (optimizer, group), saved in zip(places, options):
         group.update(saved)

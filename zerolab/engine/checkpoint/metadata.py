@@ -2,8 +2,8 @@
 
 DCP writes the list as a pickle. A pickle may call any function that it names and set the fields of any class that it
 names. So the unpickler here returns no functions and no real classes. It accepts the few names that such a list needs,
-and returns a placeholder for a class, which only stores its arguments and fields. DCP's own objects are made
-afterwards, from plain values.
+and returns a placeholder for each class, which only stores arguments and fields. DCP's own objects are made afterwards
+from these plain values.
 """
 
 import io
@@ -19,7 +19,7 @@ class Unsafe(RuntimeError):
 
 
 class Placeholder:
-    """In place of an object of a class that the list names."""
+    """Replaces an object of a class that the list names."""
 
     arguments, fields = (), {}
 
@@ -48,7 +48,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def rebuild(value):
-    """`value` in DCP's own classes. Raises TypeError or another error for wrong fields."""
+    """Convert `value` to DCP's own classes. Raises TypeError or another error for wrong fields."""
     if isinstance(value, dict):
         return {rebuild(key): rebuild(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -64,5 +64,5 @@ def rebuild(value):
 
 
 def read_metadata(content):
-    """The list in the bytes `content`. Raises `Unsafe` for any other name, and any error for damaged bytes."""
+    """The list in the bytes `content`. Raises `Unsafe` if it names anything else, and any error for damaged bytes."""
     return rebuild(RestrictedUnpickler(io.BytesIO(content)).load())

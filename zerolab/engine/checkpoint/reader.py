@@ -2,10 +2,10 @@
 
 DCP's own reader trusts a checkpoint. `.metadata`, the list of its contents, is a pickle, and so is every value that is
 not a tensor. Unpickling calls any function that the file names, so a file can run any code. Here metadata.py reads
-`.metadata`, and `torch.load(weights_only=True)` reads values. It creates only tensors and plain values.
+`.metadata`, and `torch.load(weights_only=True)`, which creates only tensors and plain values, reads the values.
 
-DCP also loads a changed byte without an error. Here SHA256SUMS has a checksum of each file. To check them, every file
-is read once more. Each rank checks 1/N of the files.
+DCP also loads a changed byte without an error. Here the file SHA256SUMS has a checksum of each file. To check them,
+every file is read once more, and each rank checks 1/N of the files.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ METADATA, SUMS = ".metadata", "SHA256SUMS"
 
 
 class Damaged(RuntimeError):
-    """A checkpoint lacks a file, or a file has changed since it was written. An older checkpoint may be good."""
+    """A checkpoint lacks a file, or a file has changed since it was written. An older checkpoint may be intact."""
 
 
 def complete(folder):
@@ -39,7 +39,7 @@ def complete(folder):
 
 
 def newest(folder):
-    """`folder` itself if it is a checkpoint, else the newest one in it. Raises FileNotFoundError if there is none."""
+    """`folder` itself if it is a checkpoint, else the newest checkpoint in it. Raises FileNotFoundError without one."""
     if (Path(folder) / METADATA).is_file():
         return Path(folder)
     found = complete(folder)
@@ -61,13 +61,13 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class Folder:
-    """One checkpoint, with all of its files unchanged. Raises `Damaged` or `Unsafe`.
+    """One checkpoint. Raises `Damaged` if a file is missing or has changed, and `Unsafe` for a pickle of objects.
 
     tensors   {name: a tensor on meta, of the same shape and dtype}
     tree      the names of all values, nested as the values were: {"model": {"head.weight": "model.head.weight"}, ...}
     model     the part of `tree` that is the model's `state_dict()`
 
-    rank, world_size   select the files to check; `check=False` checks none, and does not read SHA256SUMS
+    rank, world_size   select the files that this rank checks. With `check=False` it checks none
     """
 
     def __init__(self, path, rank=0, world_size=1, check=True):
@@ -93,7 +93,7 @@ class Folder:
 
     @contextlib.contextmanager
     def explain_errors(self):
-        """Turn any error inside into `Unsafe` or `Damaged`. A damaged pickle can raise any error."""
+        """Convert any error inside to `Unsafe` or `Damaged`, because a damaged pickle can raise any error."""
         try:
             yield
         except (Unsafe, pickle.UnpicklingError) as error:
@@ -116,7 +116,7 @@ class Folder:
         return {name: digest for digest, _, name in lines}
 
     def check_file(self, name, expected_sum):
-        """Raise an error unless it is a regular file in this folder: no path or link out of it, no pipe, no device."""
+        """Raise an error unless `name` is an unchanged regular file in this folder, and no link, pipe or device."""
         file = self.path / name
         if Path(name).name != name or file.resolve().parent != self.path.resolve():
             raise Unsafe(f"it points to {name[:200]!r}, which is not in this folder")

@@ -1,8 +1,8 @@
 """A piece as rectangles, the form in which torch.distributed.checkpoint (DCP) stores parts of a tensor.
 
-A checkpoint has whole tensors with their names and shapes, so that any other program can read it. But a rank has a run
-of a parameter's elements, which ends where its shard ends. So the run is cut into rectangles. In a matrix these are the
-rest of a row, whole rows, and the beginning of a row:
+A checkpoint lists whole tensors with their names and shapes, so that any other program can read it. But a rank has a
+run of a parameter's elements, which ends where the rank's shard ends. So the run is cut into rectangles. In a matrix
+these are the rest of a row, whole rows, and the beginning of a row:
 
     . . . . . .
     . . A A A A      elements 8 to 26 of a 6 x 6 matrix
@@ -42,10 +42,10 @@ def cut_into_rectangles(shape, first, end):
 
 
 class Piece(torch.Tensor):
-    """`elements`, of any shape, of a tensor of `shape`, from index `first` on, in the form that DCP expects.
+    """A run of elements of a tensor, in the form that DCP expects: `elements`, from index `first` on.
 
     DCP calls the three methods with underscores on any tensor that has them, such as a DTensor. So this class is a
-    tensor. It has the whole tensor's shape and the memory of one element. The elements themselves are not copied.
+    tensor, with the whole tensor's `shape` and the memory of one element. The elements themselves are not copied.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What is saved, and saving in the background while training continues.
+"""The layout of the saved state, and saving in the background while training continues.
 
 The state has DCP's layout for models and optimizers, with two additional entries, `extra` and `zero`:
 
-    model    {name: parameter, buffer or extra state}                        each rank's pieces; the rest is rank 0's
+    model    {name: parameter, buffer or extra state}                        each rank's pieces; all else is rank 0's
     optim    state         {name of a parameter: {key: value}}               each rank's pieces
              param_groups  [{option: value, "params": names of parameters}]  rank 0's
     extra    {rank: the caller's values}                                     each rank's own
@@ -36,7 +36,7 @@ from zerolab.engine.together import all_succeed, make_group, on_all_ranks
 
 @dataclasses.dataclass
 class Saved:
-    """The cost of a save on this rank: bytes written, total seconds, and the seconds for which training paused."""
+    """The cost of a save on this rank: bytes written, seconds in all, and the seconds for which training paused."""
 
     path: Path
     rank: int
@@ -52,7 +52,7 @@ class Saved:
 
 
 class Background:
-    """A thread that writes, with its own process group, because its collectives must not mix with training's."""
+    """A thread that writes. It has its own process group, so that its collectives do not mix with training's."""
 
     def __init__(self, group):
         self.group = make_group(dist.get_process_group_ranks(group or dist.group.WORLD), [group])
@@ -68,9 +68,9 @@ class Background:
 def save(engine, folder, keep=3, **extra):
     """Save model, optimizer and `extra` in a new folder inside `folder`, which all ranks can reach. A collective.
 
-    Returns a `Saved`. The newest `keep` complete checkpoints in `folder` stay (None: all). `extra` has this rank's own
-    tensors and plain values. Raises the same error on every rank, ValueError for a value that could not be loaded
-    again, and RuntimeError if a rank cannot write. In this case earlier checkpoints are unchanged.
+    Returns a `Saved`. The newest `keep` complete checkpoints in `folder` stay (with None, all stay). `extra` has this
+    rank's own tensors and plain values. Raises the same error on every rank: ValueError for a value that could not be
+    loaded again, and RuntimeError if a rank cannot write. After an error earlier checkpoints are unchanged.
     """
     write = prepare(engine, folder, keep, extra, in_background=False)
     return write(engine.options.all_ranks)
@@ -88,7 +88,7 @@ def async_save(engine, folder, keep=3, **extra):
 
 
 def prepare(engine, folder, keep, extra, in_background):
-    """Do everything that needs the engine. Returns a function of a group that does the rest, even during training."""
+    """Do everything that needs the engine. Returns a function of a group, which writes, even during training."""
     began = time.perf_counter()
     refuse_tensor_parallel(engine)
     wait_for_last(engine)
@@ -117,7 +117,7 @@ def refuse_tensor_parallel(engine):
 
 
 def wait_for_last(engine):
-    """Wait for the save in the background. Its future has the error, if there was one."""
+    """Wait for the save in the background. An error of this save is in its future, and is not raised here."""
     if engine.saving is not None:
         concurrent.futures.wait([engine.saving.future])
 
@@ -148,7 +148,7 @@ def collect(engine, extra, copied):
 
 
 def collect_model(engine, take, rank):
-    """This rank's piece of each parameter, for tied parameters under each name. On rank 0 also all unsharded values."""
+    """This rank's piece of each parameter, under each of its names. On rank 0 also the values that are not sharded."""
     mine = {}  # id of a parameter -> this rank's piece
     for bucket in engine.all_buckets:
         for param, piece in own_parts(bucket):
@@ -212,7 +212,7 @@ def collect_options(engine):
 def copy_plain(name, value):
     """A copy of a value, made in the way that `load` reads it. Raises ValueError if loading would need to run code.
 
-    Numpy's numbers, which many schedules use, become Python's.
+    Numbers of numpy, which many schedules use, become Python numbers.
     """
     value = tree_map_only(numpy.generic, lambda number: number.item(), value)
     stream = io.BytesIO()
