@@ -1,7 +1,7 @@
-"""What the three engines have in common: the options, the optimizer's pieces, and the life of a gradient (life.py).
+"""The common part of the three engines: the options, the optimizer's pieces, and the life of a gradient (life.py).
 
-An engine is its chapter plus options. The steps are the chapter's, inherited. Each method here, and in zero1.py,
-zero2.py and zero3.py, is a moment of a chapter that some option changes. The option's own file says how.
+An engine is its chapter plus options, and inherits the chapter's steps. Each method here, and in zero1.py, zero2.py and
+zero3.py of this folder, is a moment of a chapter that some option changes. The option's own file explains how.
 """
 
 import torch
@@ -107,10 +107,10 @@ class Engine:
         for bucket in self.buckets:
             groups.collect_values(bucket)
 
-    # The steps. torch.compile leaves them out, because they exchange memory behind its back.
+    # The steps. torch.compile must not compile them, because they exchange the memory of parameters.
 
     def backward_began(self):
-        """A backward has begun, or it brings its first gradient. Can be called for each gradient."""
+        """Called when a backward begins, or at its first gradient. Later calls in the same backward do no harm."""
         if self.gradients is Gradients.REDUCED:
             checks.check_cleared(self.buckets)
             for bucket in self.buckets:
@@ -147,7 +147,8 @@ class Engine:
                 unused.drop_unused(self.buckets, self.options.all_ranks)
             self.gradients = Gradients.REDUCED
         if self.options.offload_policy is not None:
-            # Also in `step()` if you called this method before: a forward in between may still copy shards.
+            # This is also done in `step()` if you have called this method before it, because a forward in between may
+            # still copy shards.
             offload.wait_for_copies(self.buckets)
 
     @torch.compiler.disable
@@ -171,12 +172,12 @@ class Engine:
     load_full_state_dict = state_dict.load_full_state_dict
 
     def train(self, mode=True):
-        """`model.train(mode)`. Returns the engine."""
+        """Call `model.train(mode)`. Returns the engine."""
         self.model.train(mode)
         return self
 
     def eval(self):
-        """`model.eval()`. Returns the engine."""
+        """Call `model.eval()`. Returns the engine."""
         return self.train(False)
 
     def __reduce_ex__(self, protocol):

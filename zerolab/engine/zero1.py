@@ -1,7 +1,8 @@
 """ZeRO-1 with options.
 
-A `param.grad` is a view of its bucket's gradient buffer, as in the chapter, wherever it can be. With a `reduce_dtype`
-it cannot, because torch wants a gradient in its parameter's dtype: then a hook adds it to the buffer.
+As in the chapter, a `param.grad` is a view of its bucket's gradient buffer, wherever this is possible. With a
+`reduce_dtype` it is not, because torch requires that a gradient has its parameter's dtype. Then a hook adds the
+gradient to the buffer.
 """
 
 from zero1 import ZeRO1
@@ -29,7 +30,7 @@ class ZeRO1Engine(BucketEngine, ZeRO1):
         self.backward_began()
 
     def after_gradient(self, bucket, param):
-        """It was added."""
+        """Autograd has added the gradient to the bucket."""
         bucket.used.add(param)
 
     def on_gradient(self, bucket, place, param):

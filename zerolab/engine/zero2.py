@@ -40,12 +40,12 @@ class ZeRO2Engine(BucketEngine, ZeRO2):
             Variable._execution_engine.queue_callback(weak_hook(self.flush))
 
     def flush(self):
-        """Send what is still incomplete, with zeros for the gradients that did not come (`find_unused`)."""
+        """With `find_unused`: send the buckets that are still incomplete, with zeros for the missing gradients."""
         for bucket in self.buckets[self.turn :]:
             bucket.missing.clear()
         self.send_complete()
 
     def finish_reduction(self):
         if self.options.find_unused and self.gradients is Gradients.CLEARED:
-            self.flush()  # backward has brought no gradient at all on this rank
+            self.flush()  # on this rank, no parameter got a gradient in backward
         self.receive()

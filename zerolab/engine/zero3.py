@@ -194,8 +194,8 @@ class ZeRO3Engine(Engine, ZeRO3):
         if unit.open_ended:
             self.notice_backward()
             if param not in unit.missing:
-                # Backward has come to the unit again, and nothing else has shown it: a checkpoint inside a unit that is
-                # still gathered.
+                # Backward has reached the unit again, and no other event has shown this. The cause is a checkpoint
+                # inside a unit that is still gathered.
                 for each in self.order.reopen(unit.module):
                     each.missing = set(each.params)
         super().on_gradient(param)
@@ -203,12 +203,12 @@ class ZeRO3Engine(Engine, ZeRO3):
             accumulation.keep(unit, param)
 
     def finish(self, unit):
-        """All gradients are there. With `find_unused` other ranks may still wait for theirs."""
+        """The unit has all its gradients. With `find_unused` other ranks may still wait for theirs."""
         if not unit.open_ended:
             self.finish_unit(unit)
 
     def finish_open_ended(self, unit):
-        """Backward has moved on, or is over."""
+        """Finish a unit without a last gradient, because backward has moved on, or is over."""
         unit.missing.clear()
         self.finish_unit(unit)
 
@@ -237,7 +237,7 @@ class ZeRO3Engine(Engine, ZeRO3):
 
     def finish_reduction(self):
         if self.options.find_unused and self.gradients is Gradients.CLEARED:
-            self.flush()  # backward has reached nothing at all on this rank
+            self.flush()  # on this rank, backward has reached no unit
         self.receive()
 
     def zero_grad(self):
@@ -249,7 +249,7 @@ class ZeRO3Engine(Engine, ZeRO3):
         """Called after something other than the optimizer has written to the shards."""
         self.free_all()  # gathered weights have the old values
         for unit in self.units:
-            increment_version(unit.params)  # a graph of before raises an error in backward, as in plain torch
+            increment_version(unit.params)  # a backward through an older graph raises an error, as in plain torch
             unit.version = version_of(unit)
 
 
