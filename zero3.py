@@ -137,7 +137,7 @@ class ZeRO3:
     #
     # `Block` needs `on_output`. A checkpoint keeps no activations in forward, and runs its forward again in backward.
     # It installs its own hooks on saved tensors, and torch calls only the innermost hooks. So no weight inside the
-    # checkpoint passes through `pack`. When `self.linear` runs again, it reads the weight, and no `unpack` comes before:
+    # checkpoint passes through `pack`. When `self.linear` runs again, it reads the weight without an earlier `unpack`:
     #
     #     class Block(nn.Module):
     #         def forward(self, x):

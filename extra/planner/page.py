@@ -76,7 +76,7 @@ def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
 @one_line(ValueError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if --check finds something stale; an error ends it with 2."""
-    parser = Parser("", description="Writes the generated parts of the planner's page, and its pictures.")
+    parser = Parser("", description="Writes the generated parts and the pictures of extra/planner/README.md.")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; the exit status is 1 if the page is out of date"
     )

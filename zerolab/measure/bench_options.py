@@ -26,7 +26,7 @@ from zerolab.run.shared_options import (
 DESCRIPTION = f"""\
 Measures the step times and the peak memory of several engines. The engines take
 turns, one training step each, so that a disturbance of the machine disturbs all of
-them. It prints a table in which each engine is also compared with the first one.
+them. The command prints a table, which also compares each engine with the first one.
 {ENGINE}
 
 {RANKS}"""
@@ -67,23 +67,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="TEXT",
-        help="compare different values of the stages' options, instead of engines; with TEXT only the sweeps whose "
-        f"name contains it: {'; '.join(SWEEPS)}",
+        help="instead of engines, compare several values of one of their options, in these sweeps: "
+        f"{'; '.join(SWEEPS)}; with TEXT only in the sweeps whose name contains it",
     )
     instead.add_argument(
         "--host",
         nargs="?",
         const="",
         metavar="ENGINE",
-        help="measure the time that Python needs for a step, with many small parameters, instead of a GPT; with ENGINE "
-        "also print the functions in which this engine spends most of it",
+        help="measure the time that Python needs for a step of a model with many small parameters; with ENGINE, also "
+        "print the functions in which this engine spends most of the time",
     )
     instead.add_argument(
         "--ratios",
         nargs="+",
         type=existing_file,
         metavar="FILE",
-        help="measure nothing, and print the ratios of step times in these files of compare --json",
+        help="measure nothing, and print ratios of the step times in these files, which compare --json has written",
     )
     options = parser.parse_args(argv)
     parser.beside("--ratios")

@@ -25,7 +25,7 @@ TITLES = ["engine", "allocator's peak", "dry run's peak, predicted", "held", "he
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m zerolab.measure.one_gpu",
-        description="Measures on one GPU what ./launch.sh report needs and no other command measures.",
+        description="Makes the measurements on one GPU that only ./launch.sh report needs.",
     )
     parser.add_argument(
         "what",

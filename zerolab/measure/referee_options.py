@@ -31,8 +31,8 @@ from zerolab.run.shared_options import (
 
 DESCRIPTION = f"""\
 Trains the same GPT on the same data with PyTorch's DDP and FSDP2, with the three
-ZeRO stages, and with other engines, one after the other. It prints whether the
-losses match, and a table of losses, memory, traffic and step times.
+ZeRO stages, and with other engines, one after the other. The command prints whether
+the losses match, and a table of losses, memory, traffic and step times.
 {ENGINE}
 
 {RANKS}"""
@@ -53,8 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=non_negative_int,
         default=12,
         metavar="STEPS",
-        help="the number of further steps of each engine whose times are measured; with 0 no times are measured "
-        "(default 12)",
+        help="the number of steps of each engine that are timed, after the training; 0 turns this off (default 12)",
     )
     add_dtype(parser)
     add_seq(parser)
@@ -73,7 +72,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--breakdown",
         action="store_true",
-        help="also print how much of a step each rank computes, waits for other ranks and communicates",
+        help="also print how long each rank computes, waits for other ranks, and communicates in a step",
     )
     parser.add_argument(
         "--quick",

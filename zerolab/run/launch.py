@@ -41,7 +41,7 @@ Learn
 
 Run and measure
 ./launch.sh compare [N]            compares DDP, our ZeRO stages and FSDP2
-./launch.sh train STAGE [N]        trains, and resumes after a crash or a hang
+./launch.sh train STAGE [N]        trains a GPT, and resumes after a crash or a hang
 ./launch.sh memory [N]             predicts memory and traffic of a model with 7
                                    billion parameters, without a GPU
 ./launch.sh bench [N]              measures step times of engines and options
@@ -61,8 +61,9 @@ Extras
 
 Without a command, ./launch.sh runs compare. N is the number of ranks, which are
 the processes that train together. Without N, compare, train, bench and the stages
-start one rank per GPU, or two if the machine has fewer than two GPUs. Relative
-paths start from the current folder.
+start one rank per GPU, or two if the machine has fewer than two GPUs. An engine is
+anything that trains a model on several ranks, such as DDP or one of the stages.
+Relative paths start from the current folder.
 
 Environment variables
 PYTHON           the Python that runs the command. If it is set, nothing is

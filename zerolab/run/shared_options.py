@@ -129,7 +129,7 @@ def add_accumulate(parser) -> None:
         default=1,
         metavar="COUNT",
         help="split each rank's batch into this number of micro-batches, each with its own forward and backward; "
-        "it must divide --batch (default 1)",
+        "--batch must be a multiple of it (default 1)",
     )
 
 
@@ -146,8 +146,8 @@ def add_dtype(parser) -> None:
         "--dtype",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="with bf16, compute and gather parameters in bfloat16, and keep float32 weights for the optimizer "
-        "(default fp32)",
+        help="with bf16, computation and gathered parameters are in bfloat16, and the optimizer updates float32 "
+        "weights (default fp32)",
     )
 
 
@@ -181,8 +181,8 @@ def add_hardware(parser) -> None:
         "--device",
         choices=devices,
         default="auto",
-        help="where to compute: cuda is NVIDIA's and AMD's GPUs, xpu is Intel's; auto uses the GPUs if there are any "
-        "(default auto)",
+        help="where to compute: cuda stands for NVIDIA's and AMD's GPUs, and xpu for Intel's; auto uses the GPUs if "
+        "there are any (default auto)",
     )
     parser.add_argument(
         "--anyway", action="store_true", help="start even if the ranks seem to need more memory than is free"
