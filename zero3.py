@@ -21,7 +21,7 @@ reduce inside backward. The next forward gathers the updated shards. These are t
     backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | same of | compute 0 | free 0, reduce 0 | embed
              R + U      R + U   R + 2U     R + 2U      R + U              unit 1    R + U       R                  R
 
-At the end of backward the root's weights are freed and its gradients reduced, and nothing is gathered any more.
+At the end of backward the root's weights are freed and its gradients are reduced, and nothing is gathered any more.
 
 Run it: torchrun --nproc-per-node 2 zero3.py --trace. It prints the same losses as zero1.py, and fewer whole parameters.
 In the trace "reduce 2" is `send blocks.2`, after `receive` of the previous unit. Computation is not printed.
@@ -122,9 +122,9 @@ class ZeRO3:
     #     on_output   comes first        comes too late           comes first                    is not watched
     #     unpack      comes second       comes first              never comes                    comes first
     #
-    # The one that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the unit before it.
-    # The other one has nothing left to do. (The root is gathered already.) Most models would need only `unpack`. Here
-    # are two models, of which one needs `unpack` and the other one needs `on_output`.
+    # The event that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the unit before
+    # it. The other event has nothing left to do. (The root is gathered already.) Most models would need only `unpack`.
+    # Here are two models, of which one needs `unpack` and the other one needs `on_output`.
     #
     # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` runs only
     # when both uses have made their gradients. The backward of the linear layer makes one of them, and it reads the
@@ -181,15 +181,15 @@ class ZeRO3:
             self.before_backward(unit)
 
     def before_backward(self, unit):
-        """Gather `unit`, and start to gather those that ran before it, which backward needs next.
+        """Gather `unit`, and start to gather the units that ran before it, which backward needs next.
 
         The root's head comes first in backward, so the last unit is gathered while the head computes.
         """
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Skip a unit whose backward is over. If autograd reads a weight of the root at the very end (of a norm
-            # after the embedding), `root.preceding` is still the last unit, which nobody needs any more.
+            # Skip a unit whose backward is over. If autograd reads a weight of the root at the very end (for example of
+            # a norm after the embedding), `root.preceding` is still the last unit, which is not needed any more.
             if each.missing:
                 each.start_gather()
         unit.wait()
@@ -358,8 +358,8 @@ class Unit(Bucket):
     the memory, because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive.
     Backward multiplies by these views. So the views stay, and only their memory is freed: `storage.resize_(0)` gives it
     back, and every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them.
-    FSDP2 does the same. (Whole gradients need no `resize_`: nobody else holds them, so dropping the last reference
-    frees them.)
+    FSDP2 does the same. (Whole gradients need no `resize_`, because autograd does not save them, so dropping the last
+    reference frees them.)
     """
 
     def __init__(self, name, module, named_params, group):
@@ -393,9 +393,9 @@ class Unit(Bucket):
     def free(self):
         """Give back the memory of the gathered parameters. This rank's shard stays.
 
-        On a GPU Python gets here before the operations that it has queued have read the weights. That is safe, because
+        On a GPU, Python reaches this line while operations that read the weights are still queued. That is safe, because
         the allocator gives the memory only to operations that are queued later on the same stream (a GPU's queue). A
-        collective has a stream of its own, but first waits for all that was queued on this one.
+        collective runs on its own stream, but first waits for everything that was queued on this stream.
         """
         if self.allocated:
             self.wait()  # never free a buffer that a collective still writes to
@@ -501,7 +501,7 @@ def check_allocated(unit):
 #
 # What it does not detect, besides what ZeRO-2 does not detect
 #
-# - A freed weight that is read. Depending on the operation this is an error from torch, a crash of the process
+# - Code that reads a freed weight. Depending on the operation it gets an error from torch, a crash of the process
 #   (SIGSEGV), or a wrong value, because the unit may have been gathered ahead but not waited for. It happens with
 #   - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
 #     (`load_state_dict`) a weight;
