@@ -393,7 +393,7 @@ class Unit(Bucket):
     def free(self):
         """Give back the memory of the gathered parameters. This rank's shard stays.
 
-        On a GPU, Python reaches this line while operations that read the weights are still queued. That is safe, because
+        On a GPU, Python gets here while operations that read the weights are still queued. That is safe, because
         the allocator gives the memory only to operations that are queued later on the same stream (a GPU's queue). A
         collective runs on its own stream, but first waits for everything that was queued on this stream.
         """
