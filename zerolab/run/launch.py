@@ -62,7 +62,7 @@ Extras
 Without a command, ./launch.sh runs compare. N is the number of ranks, which are
 the processes that train together. Without N, compare, train, bench and the stages
 start one rank per GPU, or two if the machine has fewer than two GPUs. An engine is
-anything that trains a model on several ranks, such as DDP or one of the stages.
+anything that trains a model, such as DDP or one of the stages.
 Relative paths start from the current folder.
 
 Environment variables
