@@ -570,7 +570,7 @@ def check_allocated(unit):
 # the end of backward instead, and is 16Ψ/N + 8R + 4U - 4R/N: the root has whole weights and gradients (8R) and no
 # gradient shard yet (-4R/N), and one unit is in flight (4U). This is the larger one of the two if R - H > 3U - 2U/N.
 # For the demo the formula is exact to 1% on 2, 4 and 8 ranks. On CPUs, gloo also copies what it gathers and reduces.
-# These copies are as large as two to four units, and the demo does not count them.
+# These copies are as large as two to three units, and the demo does not count them.
 #
 # The root is gathered once per step, so a little less than 3Ψ is sent. With k backwards before a step, k times as much
 # is sent. (Paper, sections 5.3 for memory and 7 for traffic.)
