@@ -47,7 +47,7 @@ ENGINES = {
 FIGURES = ("stages", "memory", "live", "lanes", "curves", "scaling")  # zerolab/measure/figures.py draws them
 EXERCISES = (  # zerolab/teach/exercises has a file for each
     *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),
-    *("hidden_reduction", "two_machines"),
+    *("hidden_reduction", "whole_matrices", "two_machines", "second_shard"),
 )
 
 

@@ -184,6 +184,8 @@ def check_one(options: argparse.Namespace) -> list[Checked]:
             print(f"read      {blank.read}")
             if options.hint:
                 print(next_hints(blank, options.file.read_text(errors="replace"), options.hint))
+    if options.hint and not hasattr(found.exercise, "blanks"):
+        print("hint      the questions at the top of the file are the hints of a task")
     return [found]
 
 

@@ -199,7 +199,8 @@ class UnevenBlocks(nn.Sequential):
         super().__init__(*[Linears(layers, 16) for layers in (1, 1, 1, 8, 1, 1, 1)])
 
     def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return vectors(step, rank, 16, 64)
+        inputs, targets = vectors(step, rank, 16, 64)
+        return inputs.requires_grad_(), targets  # else torch warns of the hooks with which `measure` looks at backward
 
 
 class Linears(nn.Sequential):
