@@ -76,8 +76,8 @@ def zero3_needs_8_times_less() -> Outcome:
     held = sum(held_gb("ddp")) / sum(held_gb("zero3"))
     peak = peak_gb("ddp") / peak_gb("zero3")
     return depends_on(
-        "It holds for what a GPU holds right before the update. At the peak of a step activations and gathered units "
-        "are added.",
+        "It holds for the parameters, gradients and optimizer state that a GPU holds right before the "
+        "update. The peak of a step also contains activations and gathered units.",
         holds_with=close(held, 8),
         holds_without=close(peak, 8),
         found=f"7B, 1 x 2,048 tokens: {held:.4g} times less held, {peak:.4g} times less at the peak",
@@ -89,7 +89,8 @@ def fsdp_runs_7b_on_14_gb() -> Outcome:
     """FSDP runs a 7B model on 14 GB instead of 112 GB."""
     held, peak, recomputed = sum(held_gb("zero3")), peak_gb("zero3"), peak_gb("zero3", *RECOMPUTED)
     return depends_on(
-        "It holds for what each of 8 GPUs holds right before the update. A step needs more.",
+        "It holds for the parameters, gradients and optimizer state that each of 8 GPUs holds right before "
+        "the update. The peak of a step is larger.",
         holds_with=close(held, 14),
         holds_without=close(peak, 14) or close(recomputed, 14),
         found=f"{held:.4g} GB held, {peak:.4g} GB at the peak; in bfloat16 with recomputed blocks {recomputed:.4g} GB",
@@ -103,7 +104,8 @@ def zero3_needs_16_gb() -> Outcome:
     return holds_if(
         all(map(close, held, (1.75, 3.5, 7))) and close(peak, 16.25, within=0.02),
         f"{held[0]:.4g} + {held[1]:.4g} + {held[2]:.4g} GB, {peak:.4g} GB at the peak with recomputed blocks",
-        why="The shards are float32 weights, 4 bytes and not 2. The sum also leaves out the gathered units.",
+        why="The shards of the weights are float32, so a parameter needs 4 bytes and not 2. The sum also "
+        "leaves out the gathered units.",
     )
 
 
@@ -124,7 +126,8 @@ def memory_falls_linearly_with_gpus() -> Outcome:
     """The ZeRO stages reduce memory per GPU linearly with the number of GPUs."""
     saved = {name: step(name).state / step(name, ranks=32).state for name in ("zero1", "zero2", "zero3")}
     return depends_on(
-        "It holds for ZeRO-3. The other stages keep a part whole that does not shrink.",
+        "It holds for ZeRO-3. The other stages keep the parameters whole, or the parameters and the "
+        "gradients, and these do not shrink.",
         holds_with=close(saved["zero3"], 4, within=0.02),
         holds_without=close(saved["zero1"], 4, within=0.02) or close(saved["zero2"], 4, within=0.02),
         found=f"state on 8 ranks over state on 32: ZeRO-1 {saved['zero1']:.4g}, ZeRO-2 {saved['zero2']:.4g}, "
@@ -178,7 +181,8 @@ def model_is_whole_during_forward_and_backward() -> Outcome:
     units, kept = most_gathered(small_gpt), most_gathered(small_gpt, reshard_after_forward=False)
     one = most_gathered(small_gpt, units=whole_model)
     return depends_on(
-        "It is whole if units stay gathered after forward, or if the model is one unit. Else it never is.",
+        "The model is whole if its units stay gathered after forward, or if the model is one unit. "
+        "Otherwise it is never whole.",
         holds_with=min(kept, one) > 0.9,
         holds_without=units > 0.9,
         found=f"most of an 8-block GPT gathered at once: {units:.4g} with a unit per block, "
@@ -229,8 +233,8 @@ def float32_gradients_and_adam_make_16_bytes() -> Outcome:
     return holds_if(
         16 in (table, with_master),
         f"{table} bytes, {table * parameters_of('7b') / GB:.4g} GB for 7B; {with_master} with float32 master weights",
-        why="The parts that it names are 14 bytes, as in its own table (98 GB). With float32 master weights they are "
-        "18. 16 bytes is BF16 gradients and master weights.",
+        why="The parts that the article names add up to 14 bytes, as in its own table (98 GB). With float32 "
+        "master weights they add up to 18. 16 bytes is correct for BF16 gradients and master weights.",
     )
 
 
@@ -241,7 +245,7 @@ def stages_in_mixed_precision() -> Outcome:
     return holds_if(
         all(close(state, printed, within=0.02) for state, printed in zip(states, (7, 3.5, 1.75))),
         f"at N = 8: {states[0]:.4g}, {states[1]:.4g} and {states[2]:.4g} bytes; the formulas give 7, 3.5 and 1.75",
-        why="The figure leaves out the float32 master weights. They are sharded too: 4/N bytes more.",
+        why="The figure leaves out the float32 master weights, which are sharded as well and need 4/N bytes more.",
     )
 
 
@@ -265,7 +269,8 @@ def activations_of_7b_are_4_gb() -> Outcome:
     """4 sequences of 2,048 tokens need about 4 GB of activations in a 7B model (elsewhere it says 20 to 40 GB)."""
     kept, recomputed = activations("7b"), recomputed_activations("7b")
     return depends_on(
-        "It holds if every block is recomputed. 20 to 40 GB is the number without.",
+        "It holds if every block is recomputed. Without recomputation the activations need the other "
+        "number, 20 to 40 GB.",
         holds_with=close(recomputed, 4, within=0.1),
         holds_without=close(kept, 4, within=0.1),
         found=f"bfloat16, fused attention: {recomputed:.4g} GB with recomputed blocks, {kept:.4g} GB without",
@@ -281,7 +286,7 @@ def activations_of_70b_are_30_to_50_gb() -> Outcome:
         30 <= kept <= 50 and kept > weights,
         f"bfloat16, fused attention: {kept:.4g} GB, {recomputed:.4g} GB with recomputed blocks; "
         f"the weights have {weights:.4g} GB",
-        why="They need more. And 30 to 50 GB are not more than the weights, which have 140 GB.",
+        why="The activations need more. Besides, 30 to 50 GB would be less than the weights, which need 140 GB.",
     )
 
 
@@ -306,7 +311,8 @@ def fsdp_recomputes_by_use_orig_params() -> Outcome:
     return holds_if(
         with_it < without,
         f"bytes kept for backward: {with_it:,} with the option, {without:,} without; {recomputed:,} with checkpoint()",
-        why="The option only keeps the original parameters visible. checkpoint() around each block recomputes.",
+        why="The option only keeps the original parameters visible. To recompute activations, call "
+        "checkpoint() around each block.",
     )
 
 

@@ -55,7 +55,7 @@ def zero2_saves_bandwidth() -> Outcome:
     zero1, zero2, ddp = step("zero1"), step("zero2"), step("ddp")
     kinds = zero1.count(ALL_REDUCE) and not zero1.count(REDUCE) and zero2.count(REDUCE) and not zero2.count(ALL_REDUCE)
     return depends_on(
-        "It holds against a ZeRO-1 that all-reduces, like this article's. ZeRO-2 sends as much as DDP.",
+        "It holds compared with a ZeRO-1 that uses an all-reduce, like this article's. ZeRO-2 sends as much as DDP.",
         holds_with=bool(kinds) and zero2.sent < zero1.sent,
         holds_without=zero2.sent < ddp.sent,
         found=f"sent per step: {sent_by('zero1', 'zero2', 'ddp')}",
@@ -71,8 +71,9 @@ def zero2_costs_what_zero1_does() -> Outcome:
         ratios.append(step("zero2", micro_batches=micro_batches).sent / zero1.sent)
     whole = step("zero2", micro_batches=4, no_sync=True, find_unused=False).sent / zero1.sent
     return depends_on(
-        "It holds for up to 2 micro-batches per step. ZeRO-2 reduces after each, ZeRO-1 once. Under no_sync() ZeRO-2 "
-        "reduces once too, and keeps whole gradients meanwhile.",
+        "It holds for up to 2 micro-batches per step, because ZeRO-2 reduces gradients after each "
+        "micro-batch, and ZeRO-1 only once. Under no_sync() ZeRO-2 also reduces only once, but until then "
+        "it keeps whole gradients.",
         holds_with=max(ratios[0], ratios[1], whole) < 1.005,
         holds_without=max(ratios) < 1.005,
         found="ZeRO-2 sends {:.4g}, {:.4g}, {:.4g} and {:.4g} times what ZeRO-1 sends ".format(*ratios)
@@ -99,8 +100,8 @@ def each_stage_sends_more() -> Outcome:
     return holds_if(
         ddp < min(zero1, zero2) and max(zero1, zero2) < zero3,
         sent_by("ddp", "zero1", "zero2", "zero3"),
-        why="A reduce-scatter and an all-gather are an all-reduce, so ZeRO-2 sends what DDP sends. A ZeRO-1 that "
-        "all-reduces sends as much as ZeRO-3.",
+        why="An all-reduce is a reduce-scatter and an all-gather, so ZeRO-2 sends as much as DDP. A ZeRO-1 "
+        "that uses an all-reduce sends as much as ZeRO-3.",
     )
 
 
@@ -111,7 +112,8 @@ def zero3_sends_half_more_than_ddp() -> Outcome:
     of_gpt = step("zero3", gpt).sent / step("ddp", gpt).sent
     kept = step("zero3", reshard_after_forward=False).sent / step("ddp").sent
     return depends_on(
-        "It holds if every parameter is freed after forward. A unit that stays gathered is gathered once.",
+        "It holds if every parameter is freed after forward. A unit that stays gathered until backward is "
+        "gathered only once.",
         holds_with=close(zero3, 1.5) and close(fsdp2, 1.5),
         holds_without=close(of_gpt, 1.5) and close(kept, 1.5),
         found=f"times DDP's: ZeRO-3 {zero3:.4g}, FSDP2 {fsdp2:.4g}; a GPT whose root stays gathered {of_gpt:.4g}; "
@@ -191,8 +193,8 @@ def fully_shard_goes_on_layers_and_model() -> Outcome:
     one, _ = shares_with_fully_shard(whole_model)
     _, unsharded = shares_with_fully_shard(blocks_only)
     return depends_on(
-        "All three ways train. It must if the model shall never be gathered at once, and if parameters outside of the "
-        "layers shall be sharded too.",
+        "All three ways train. You must apply it to every layer if the model must never be gathered at "
+        "once, and to the whole model if the parameters outside of the layers must be sharded as well.",
         holds_with=both < 0.99 and one == 1 and unsharded > 0.01,
         holds_without=False,
         found=f"largest all-gather, of the model: {both:.4g}; on the model only: {one:.4g}; on the layers only: "
@@ -276,7 +278,7 @@ def next_gather_hides_behind_forward() -> Outcome:
     """The all-gather of layer N+1 overlaps with the forward of layer N."""
     ahead, serial = passes("zero3"), passes("zero3", prefetch=0)
     return depends_on(
-        "It holds if a unit is prefetched. Without, each gather waits for the computation in front of it.",
+        "It holds if a unit is prefetched. Without prefetch, each gather waits for the computation before it.",
         holds_with=ahead.startswith("GGCGCGCC"),
         holds_without=serial.startswith("GGCGCGCC"),
         found=f"ZeRO-3 with prefetch {ahead}, without {serial}",

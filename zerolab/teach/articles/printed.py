@@ -39,7 +39,8 @@ def printed_zero1_trains() -> Outcome:
     """The printed ZeRO-1 trains."""
     even, uneven = attempt(update_the_last_shard, 12), attempt(update_the_last_shard, 10)
     return depends_on(
-        "It trains if N divides the size of every parameter. It pads parameters but not gradients.",
+        "It trains if N divides the size of every parameter. Otherwise it raises an error, because it pads "
+        "the parameters but not the gradients.",
         holds_with=even == "runs",
         holds_without=uneven == "runs",
         found=f"the last of 4 ranks, 12 elements: {even}; 10 elements: {uneven}",
@@ -91,8 +92,9 @@ def printed_zero3_frees() -> Outcome:
     return holds_if(
         not alive,
         f"of 8 linear layers, gathered and freed, {len(alive)} weights are alive after forward",
-        why="It frees by assigning `.data`, but autograd has saved a view of the gathered weight and keeps its memory. "
-        "Only the first layer's weight goes: its input needs no gradient. zero3.py resizes the storage.",
+        why="It frees by assigning `.data`, but autograd has saved a view of the gathered weight and keeps its "
+        "memory. Only the first layer's weight is freed, because its input needs no gradient. zero3.py "
+        "resizes the storage instead.",
     )
 
 
@@ -109,8 +111,9 @@ def printed_zero3_trains() -> Outcome:
     plain = attempt(backward_of_printed, chain(2), torch.ones(2, 64))
     tokens = attempt(backward_of_printed, embedding, torch.zeros(2, 3, dtype=torch.int64))
     return depends_on(
-        "It does if the input of every module needs a gradient. Else the backward hook frees before the gradient is "
-        "accumulated: so it is with an embedding, and with a layer on the data itself.",
+        "It does if the input of every module needs a gradient. Otherwise the backward hook frees the "
+        "parameter before its gradient is accumulated. For example, this happens with an embedding, and "
+        "with a layer whose input is the data.",
         holds_with=with_gradient == "runs",
         holds_without=plain == tokens == "runs",
         found=f"input with a gradient: {with_gradient}; plain input: {plain}; embedding: {tokens}",
@@ -140,7 +143,8 @@ def fully_shard_works_inside_fsdp() -> Outcome:
     return holds_if(
         together == "runs",
         f"together on 8 ranks: {together}; FSDP only: {fsdp1}; fully_shard only: {fsdp2}",
-        why="These are FSDP2 and FSDP1. Each trains without the other, and together they do not.",
+        why="fully_shard is FSDP2, and FullyShardedDataParallel is FSDP1. Each of them trains without the "
+        "other, but they do not train together.",
     )
 
 
