@@ -199,7 +199,8 @@ ENDINGS = {  # what start_reduce of zero1_2psi does on rank 1, and what is said 
 def test_whatever_a_file_does_ends_in_a_verdict(tmp_path, does):
     function = "def start_reduce(self, bucket):\n    if dist.get_rank() == 1:\n        " + does + "\n"
     function += "    bucket.shard.grad = torch.empty_like(bucket.shard)\n"
-    function += "    return dist.reduce_scatter_single(bucket.shard.grad, bucket.gradient, group=self.group, "
+    function += "    from zero2 import reduce_scatter\n"
+    function += "    return reduce_scatter(bucket.shard.grad, bucket.gradient, group=self.group, "
     function += "async_op=True)"
     finish = "def finish_reduce(self, bucket):\n    bucket.shard.grad /= self.world_size"
     file = tmp_path / "mine.py"
@@ -330,8 +331,9 @@ def test_names_are_free_in_a_file_without_the_chapters_structure(tmp_path, capfd
 @pytest.mark.long
 def test_a_folder_of_submissions(tmp_path, capfd):
     """Correct, endless, not begun, no Python: each has its line, its points and its reason."""
-    reduce = "def start_reduce(self, bucket):\n    bucket.shard.grad = torch.empty_like(bucket.shard)\n    return "
-    reduce += "dist.reduce_scatter_single(bucket.shard.grad, bucket.gradient, group=self.group, async_op=True)"
+    reduce = "def start_reduce(self, bucket):\n    bucket.shard.grad = torch.empty_like(bucket.shard)\n    "
+    reduce += "from zero2 import reduce_scatter\n    return reduce_scatter("
+    reduce += "bucket.shard.grad, bucket.gradient, group=self.group, async_op=True)"
     finish = {"ZeRO1.finish_reduce": "def finish_reduce(self, bucket):\n    bucket.shard.grad /= self.world_size"}
     endless = "def start_reduce(self, bucket):\n    while True: pass"
     submitted = {

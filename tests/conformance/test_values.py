@@ -248,7 +248,7 @@ def test_units_may_run_in_any_order(engine):
     pair.check_weights()
 
 
-def record_step(build, make, options, silent=False):
+def record_step(build, make, options):
     """The collectives with their sizes, the loss and the weights of the third step of the engine from `build`."""
     model = seeded(make, dtype=torch.float32)
     trained = build(model, ADAMW(model.parameters()), **options)

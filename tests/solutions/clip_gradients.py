@@ -1,6 +1,6 @@
 import torch
-import torch.distributed as dist
 
+from zero1 import all_gather
 from zero2 import ZeRO2
 
 
@@ -10,7 +10,7 @@ class Engine(ZeRO2):
         grads = [bucket.shard.grad for bucket in self.buckets]
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         norms = norm.new_empty(self.world_size)
-        dist.all_gather_single(norms, norm.reshape(1), group=self.group)
+        all_gather(norms, norm.reshape(1), group=self.group)
         total = norms.norm(norm_type)
         for gradient in grads:
             gradient *= torch.clamp(max_norm / (total + 1e-6), max=1.0)

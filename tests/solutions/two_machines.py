@@ -1,6 +1,6 @@
 import torch.distributed as dist
 
-from zero1 import ZeRO1
+from zero1 import ZeRO1, all_gather
 
 
 class Engine(ZeRO1):
@@ -13,7 +13,7 @@ class Engine(ZeRO1):
         self.optimizer.step()
         for bucket in self.buckets:
             mine = bucket.flat.new_empty(2 * bucket.shard_numel)
-            dist.all_gather_single(mine, bucket.shard.detach().clone(), group=self.across)
+            all_gather(mine, bucket.shard.detach().clone(), group=self.across)
             both = bucket.flat.new_empty(bucket.numel)
-            dist.all_gather_single(both, mine, group=self.inside)
+            all_gather(both, mine, group=self.inside)
             bucket.flat.copy_(both.view(2, 2, -1).transpose(0, 1).reshape(-1))

@@ -3,6 +3,10 @@
 import torch
 import torch.distributed as dist
 
+# Before torch 2.13 they had other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class ZeRO2:
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -61,7 +65,7 @@ class ZeRO2:
             self.land()
             shard = torch.empty_like(self.shards[following])
             whole = self.waiting.pop(following)
-            work = dist.reduce_scatter_single(shard, whole, group=self.group, async_op=True)
+            work = reduce_scatter(shard, whole, group=self.group, async_op=True)
             self.flying.append((following, shard, whole, work))
 
     def land(self):
@@ -82,7 +86,7 @@ class ZeRO2:
         self.reduce_gradients()
         self.optimizer.step()
         for param, whole in self.whole.items():
-            dist.all_gather_single(whole, self.shards[param], group=self.group)
+            all_gather(whole, self.shards[param], group=self.group)
             torch.autograd.graph.increment_version(param)
 
     def zero_grad(self):

@@ -24,8 +24,8 @@ OPTIMIZER = ("optimizer",)
 GRADIENTS = ("gradients", "optimizer")
 EVERYTHING = ("parameters", "gradients", "optimizer")
 
-# In the order of the tables. zerolab/run/engines.py has the rest. memory, bench, plan and watch know no other engines
-# than those that they run by default.
+# In the order of the tables. zerolab/run/engines.py has the rest. memory, bench, plan and watch know by name only the
+# engines that they run by default.
 ENGINES = {
     "single": Listed(NOTHING, ("compare",)),
     "ddp": Listed(NOTHING, ("compare", "memory", "bench", "plan", "watch", "conform")),

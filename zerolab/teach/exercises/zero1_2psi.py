@@ -10,9 +10,10 @@ REDUCE = Blank(
         "is its output?",
         "The all-reduce of the chapter brings every rank all averaged gradients, and it uses 1/N of them. A "
         "reduce-scatter brings only this rank's shard: dist.reduce_scatter_single(shard, whole, group=self.group, "
-        "async_op=True), with a shard of bucket.shard_numel elements. `start_reduce` returns the work. The whole "
-        "must stay alive and unchanged until somebody has waited for it. `finish_reduce` divides by N "
-        "(self.world_size) and leaves the mean in bucket.shard.grad.",
+        "async_op=True), with a shard of bucket.shard_numel elements. Before torch 2.13 it is called "
+        "dist.reduce_scatter_tensor. `start_reduce` returns the work. The whole must stay alive and unchanged until "
+        "somebody has waited for it. `finish_reduce` divides by N (self.world_size) and leaves the mean in "
+        "bucket.shard.grad.",
     ),
     target="about {lines} lines. It sends Ψ elements here and 2Ψ in all, and holds at most 4Ψ + 4Ψ/N bytes of "
     "gradients",
