@@ -1,19 +1,21 @@
 """ZeRO-2: every rank keeps 1/N of the gradients as well.
 
 Every rank must compute all gradients, because every gradient is a sum over the batches of all ranks. A rank need not
-keep them, because it updates only its own shard: once a bucket is summed, the rank needs only this shard of the sum.
-ZeRO-1 sums after backward, so all whole gradients are in memory at once. ZeRO-2 sums during backward. As soon as
-backward has finished the last gradient of a bucket, a reduce-scatter adds up this bucket over the ranks and gives rank
-r only shard r of the sum. Then the whole gradients of the bucket are freed.
+keep them, because it updates only its own shard: once the gradients of a bucket are summed, the rank needs only its
+shard of the sum. ZeRO-1 sums the gradients after backward, so all whole gradients are in memory at once. ZeRO-2 sums
+them during backward. As soon as backward has finished the last gradient of a bucket, a reduce-scatter adds up the
+bucket's gradients over the ranks and gives rank r only shard r of the sum. Then the whole gradients of the bucket are
+freed.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [########]   [########]   [########]   [########]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-So step 3 runs inside step 2. (The article named below reduces after backward, which is simpler, but keeps all whole
-gradients until then.) Backward reaches the last layer first, so bucket 0 has the last layer's parameters. Each column
-is the time in which one layer's gradients are computed:
+So step 3 runs inside step 2. (The article named below reduces the gradients after backward, which is simpler, but keeps
+all whole gradients in memory until then.) Backward reaches the last layer first, so bucket 0 contains the last layer's
+parameters. In this diagram each layer is one bucket. Each of the first three columns is the time in which one layer's
+gradients are computed. In the last column backward is over:
 
     backward     | layer 2's gradients | layer 1's gradients | layer 0's gradients |
     in flight                          | bucket 0 (layer 2)  | bucket 1 (layer 1)  | bucket 2 (layer 0) |
@@ -22,7 +24,8 @@ is the time in which one layer's gradients are computed:
 Steps: 0 partition, 1 forward, 2 backward with 3 reduce inside it, 4 update, 5 gather. A reduce-scatter and the
 all-gather of step 5 together send as much as DDP's all-reduce, because an all-reduce is one of each.
 
-Run it: torchrun --nproc-per-node 2 zero2.py --trace. It prints the same losses as zero1.py, and fewer whole gradients.
+Run it: torchrun --nproc-per-node 2 zero2.py --trace. It prints the same losses as zero1.py, and shows that fewer bytes
+of gradients are whole at a time.
 Paper: ZeRO, section 5.2. Article: "AI in Multiple GPUs: ZeRO & FSDP", "ZeRO-2: Gradient Partitioning".
 """
 
@@ -61,7 +64,7 @@ class ZeRO2:
             shard.grad *= (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
         engine.step()
 
-    With k backwards before a step a rank sends k times as many gradients, because each backward sends its own.
+    With k backwards before a step, a rank sends k times as much, because each backward sends its own gradients.
     """
 
     def __init__(self, model, optimizer, *, bucket_mb=None, group=None):
@@ -71,7 +74,7 @@ class ZeRO2:
         self.check()
         self.world_size = dist.get_world_size(group)
         self.in_flight = None  # the `Reduction` that was sent and not yet received
-        self.turn = 0  # buckets are sent in their order, and this is the index of the next one
+        self.turn = 0  # the index of the next bucket to send; they are sent in the order of `self.buckets`
         with record_function("step 0 partition"), torch.no_grad():
             self.buckets = self.partition(bucket_mb)
             self.take_over_optimizer()
@@ -87,22 +90,22 @@ class ZeRO2:
         with record_function("step 1 forward"):
             loss = loss_fn(self(inputs), targets)
         with record_function("step 2 backward"):
-            loss.backward()  # and step 3 inside it: autograd calls `on_gradient`, which sends bucket by bucket
+            loss.backward()  # step 3 runs inside it: autograd calls `on_gradient`, which sends complete buckets
         self.step()
         self.zero_grad()
         return loss.detach()
 
     def on_gradient(self, param):
-        """Inside step 2: autograd calls this hook when it has finished `param.grad`. (A hook is a function of ours.)
+        """Inside step 2: a hook, that is, a function of ours that autograd calls when it has finished `param.grad`.
 
-        It is called once in a backward, also for a parameter that forward uses several times (tied weights), because
-        autograd first adds up the gradients of all uses. So a bucket is complete when `on_gradient` has been called
+        Autograd calls it once per backward, even for a parameter that forward uses several times (tied weights),
+        because it first adds up the gradients of all uses. So a bucket is complete when `on_gradient` has been called
         once for each of its parameters.
         """
         if self.turn == len(self.buckets):
             # All buckets were sent, so this is the first gradient of the next backward, which starts with bucket 0.
-            # This is not done earlier, when the last bucket is sent, because then the check in `step()` would find all
-            # gradients missing.
+            # The gradients are not marked as missing earlier, when the last bucket is sent, because then the check in
+            # `step()` would find all of them missing.
             self.expect_gradients()
         bucket = self.bucket_of[param]
         check_gradient(bucket, param)
@@ -130,11 +133,11 @@ class ZeRO2:
     def send(self, bucket):
         """Step 3, first half: send one bucket. Backward continues meanwhile."""
         with record_function("step 3 reduce gradients"):
-            # Receive the previous bucket first. It was in flight while backward computed this one, and receiving it
-            # frees its whole gradients. After that, this bucket's gradients are copied into one buffer, which is sent.
-            # So the whole gradients of at most two buckets are in memory, however large the model is, as long as
-            # backward finishes the buckets in their order. In return, backward waits here if the network is slower than
-            # the computation. DDP does not wait, because it keeps all buckets in flight.
+            # Receive the previous bucket first. It was in flight while backward computed this bucket's gradients, and
+            # receiving it frees its whole gradients. After that, this bucket's gradients are copied into one buffer,
+            # which is sent. So the whole gradients of at most two buckets are in memory, however large the model is, as
+            # long as backward finishes the buckets in their order. In return, backward waits here if the network is
+            # slower than the computation. DDP does not wait, because it keeps all buckets in flight.
             self.receive()
             with record_function(f"send {bucket.name}"):
                 self.in_flight = self.make_reduction(bucket)
@@ -145,7 +148,7 @@ class ZeRO2:
         if self.in_flight is not None:
             with record_function(f"receive {self.in_flight.bucket.name}"):
                 self.in_flight.finish()
-                self.in_flight = None  # frees the whole gradients (on a GPU, later operations may reuse the memory)
+                self.in_flight = None  # frees the whole gradients: operations that are queued later may use the memory
 
     def step(self):
         """The end of step 3, and steps 4 and 5: from reduced gradients to updated parameters on every rank."""
@@ -166,14 +169,16 @@ class ZeRO2:
 
     def zero_grad(self):
         """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
-        self.receive()  # otherwise the next step would receive the bucket in flight, and add it to its gradients
+        self.receive()  # otherwise the next backward would receive the bucket in flight and add it to new gradients
         self.expect_gradients()
         for bucket in self.buckets:
             bucket.shard.grad = None
             for param in bucket.params:
                 param.grad = None
 
-    # Step 0. Down to `take_over_optimizer` these methods are the same as in ZeRO1, but make no buffer for gradients.
+    # Step 0. Down to `make_bucket` these methods are the same as in ZeRO1, except that `partition` makes no buffers for
+    # gradients. `take_over_optimizer` does not replace `optimizer.zero_grad()`, because after `step()` the shards'
+    # gradients, which it clears, are the only ones.
 
     def check(self):
         check_model(self.model, self.group)
@@ -186,7 +191,7 @@ class ZeRO2:
         return [self.make_bucket(f"bucket {index}", run) for index, run in enumerate(runs)]
 
     def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
+        """Step 0: frozen parameters and buffers get rank 0's values and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
 
@@ -200,7 +205,7 @@ class ZeRO2:
         take_over(self.optimizer, self.buckets)
 
     def watch_gradients(self):
-        """Step 0: have autograd call `on_gradient(param)` whenever it has added up a `param.grad`."""
+        """Step 0: have autograd call `on_gradient(param)` whenever it has finished a `param.grad`."""
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
@@ -214,8 +219,8 @@ class Reduction:
     Between `start` and `finish` no code may write to `gradient`, because the collective still reads it.
 
     tensor          shape           memory   lives
-    gradient        (numel,)        its own  until `finish`. It has this rank's whole gradients, and zeros as padding
-    shard_gradient  (shard_numel,)  its own  from `finish` on it is `bucket.shard.grad`, or was added to it
+    gradient        (numel,)        its own  until `finish`; contains this rank's whole gradients, and zeros as padding
+    shard_gradient  (shard_numel,)  its own  until `finish` adds it to `shard.grad`, or as `shard.grad` if that was None
     """
 
     def __init__(self, bucket):
@@ -229,7 +234,7 @@ class Reduction:
         self.work = reduce_scatter(self.shard_gradient, self.gradient, group=self.bucket.group, async_op=True)
 
     def finish(self):
-        """Receive: this rank's part of the mean becomes the gradient of the shard."""
+        """Receive this rank's part of the mean, and add it to the gradient of the shard."""
         self.work.wait()
         self.average()
         self.deliver()
@@ -259,10 +264,11 @@ def take_gradients(bucket):
 
 
 def weak_hook(method, *objects):
-    """A hook that calls `method(*objects, ...)` as long as its owner lives, and does not keep it alive.
+    """A hook that calls `method(*objects, ...)`, and keeps neither the method's stage nor `objects` alive.
 
-    The stage holds the model, the model has the hook, and an ordinary hook would hold the stage. torch keeps such hooks
-    in C++, where Python's garbage collector cannot see this cycle, so none of them would ever be freed.
+    A stage refers to its model, the model refers to its hooks, and an ordinary hook would refer to the stage. torch
+    keeps these hooks in C++, where Python's garbage collector cannot see this cycle, so the stage and the model would
+    never be freed. When the stage has been freed, this hook does nothing.
     """
     method = weakref.WeakMethod(method)
     references = [weakref.ref(each) for each in objects]
@@ -320,9 +326,9 @@ def check_complete(buckets):
 # What it raises
 #
 # - At the build: what ZeRO-1 raises.
-# - In a backward: a sparse gradient, and a second gradient of a bucket that was never completed. The second error is
-#   also raised if several reentrant checkpoints (`use_reentrant=True`) use one weight. On GPUs, complex gradients raise
-#   an error too, because NCCL does not reduce-scatter them. The engines support them.
+# - In a backward: a sparse gradient, and a second gradient of a parameter whose bucket was not complete. The second
+#   error is also raised if several reentrant checkpoints (`use_reentrant=True`) use one weight. On GPUs, complex
+#   gradients raise an error too, because NCCL does not reduce-scatter them. zerolab/engine supports them.
 # - In `step()`: a parameter without a gradient, and a `param.grad` that was set after its bucket was sent.
 # - In `optimizer.step()`: shards without a gradient. Call `engine.step()`.
 # - In backward: a graph built before the last `step()`, as in plain PyTorch ("modified by an inplace operation").
@@ -334,14 +340,15 @@ def check_complete(buckets):
 # - Code that reads or clears `param.grad`, which is None after backward: torch's `clip_grad_norm_` and loops over
 #   `param.grad` find nothing, and `param.grad = None` clears nothing.
 # - A hook of yours on a finished gradient (`register_post_accumulate_grad_hook`). If you register it after the build,
-#   it runs after the stage's hook, when `param.grad` may be None already. Before the build, it sees the local gradient.
-# - `optimizer.step()` after several backwards: it does not use the bucket that is still in flight, and does not gather
-#   the updated parameters.
-# - `optimizer.zero_grad()` between backward and `step()`: the bucket in flight is still added. After `step()` it clears
-#   all gradients, as in plain PyTorch.
+#   it runs after the stage's hook, when `param.grad` may be None already. If you register it before the build, it sees
+#   the local gradient.
+# - `optimizer.step()` after several backwards, when every shard has a gradient already: it does not use the bucket that
+#   is still in flight, and does not gather the updated parameters.
+# - `optimizer.zero_grad()` between two backwards: the bucket in flight is not cleared, and is added to the gradients of
+#   the second backward. After `step()`, `optimizer.zero_grad()` clears all gradients, as in plain PyTorch.
 # - A GradScaler: each rank looks for infs in its own shards only, so some ranks may skip a step that others take.
 #
-# What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
+# What goes wrong if you delete a line. A test deletes each of these lines, and checks what is said here.
 #
 # - `self.expect_gradients()` in `ZeRO2.on_gradient`: an error in the second backward before a step, "a second gradient
 #   of ... came before its bucket was complete".
@@ -364,12 +371,12 @@ def check_complete(buckets):
 # - `param.grad = None` in `take_gradients`: an error in `step()`, "param.grad of ... was set after the gradients were
 #   sent". Until then all gradients stay whole.
 #
-# Two changes that look harmless:
+# Two changes that look harmless. The new line is the one after *as*:
 #
 # - `method = weakref.WeakMethod(method)` in `weak_hook`, as `strong = method; method = lambda: strong`: more memory. A
 #   stage that you drop is never freed, and neither is its model.
 # - `self.send_complete()` in `ZeRO2.on_gradient`, as `if not bucket.missing: self.send(bucket)`: an error, or silently
-#   wrong, if ranks finish gradients in different orders. They add up different buckets.
+#   wrong, if ranks finish gradients in different orders. Then the ranks add up different buckets.
 #
 # The cost. Ψ is the number of parameters; memory is in bytes (float32 and AdamW), traffic in elements.
 #
@@ -377,20 +384,20 @@ def check_complete(buckets):
 #     peak   4Ψ + 12Ψ/N + 4(2 - 1/N) B, without activations, for equal buckets of B elements and one backward per step
 #     sent   Ψ reduce-scatter + Ψ all-gather = 2Ψ per rank and step, as under DDP
 #
-# Just before the last bucket is sent, the whole gradients of two buckets are in memory: of the bucket that backward has
-# just finished, and of the bucket in flight. The term 12Ψ/N counts the optimizer state and a gradient shard for each
-# bucket. The bucket just finished has no gradient shard yet, so 4B/N is subtracted. For the demo, whose buckets are
-# equal except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal buckets, 2B becomes
-# the largest b + max(b, b'), where b is the size of a bucket and b' the size of the bucket before it. (The b inside max
-# is the copy that is sent, because a bucket's gradients are copied before they are freed.) On CPUs, gloo has one more
-# copy of the bucket that it reduces, which the demo does not count. It also sends more than Ψ, because its
-# reduce-scatter is an all-reduce.
+# Just before the last bucket is sent, the whole gradients of two buckets are in memory: the bucket that backward has
+# just finished, and the bucket in flight. The term 12Ψ/N counts the optimizer state and a gradient shard for each
+# bucket. The bucket that is just finished has no gradient shard yet, so 4B/N is subtracted. For the demo, whose buckets
+# are equal except for the small last one, the formula is exact to 1% on 2, 4 and 8 ranks. With unequal buckets, 2B
+# becomes the largest b + max(b, b') of all buckets, where b is the size of a bucket and b' is the size of the bucket
+# before it. (The b inside max is the copy that is sent, because a bucket's gradients are copied before they are freed.)
+# On CPUs, gloo makes one more copy of the bucket that it reduces, and the demo does not count this copy. gloo also
+# sends more than Ψ, because its reduce-scatter is an all-reduce.
 #
 # Smaller buckets mean a lower peak and more collectives. Activations are largest early in backward, when there are
-# hardly any gradients yet. So the sum of activations and gradients is usually largest early in backward, and less than
-# the two peaks added up.
+# hardly any gradients yet. So the sum of activations and gradients is usually largest early in backward, and is less
+# than the peak of the activations plus the peak of the gradients.
 #
-# ZeRO-2 sends less than ZeRO-1 in chapter 1. There, the all-gather half of the all-reduce brings gradients that a rank
+# ZeRO-2 sends less than ZeRO-1 in zero1.py. There, the all-gather half of the all-reduce brings gradients that a rank
 # does not use. Here, the only all-gather brings parameters (paper, section 7).
 
 

@@ -5,26 +5,29 @@ into units, for example one per transformer block. Right before a unit computes,
 parameters to every rank: the unit is gathered. Right after its forward it is freed: the memory is given back, and each
 rank keeps its shard. In backward each unit is gathered and freed again. The parameters outside of all units (embedding,
 last norm, head) are the root. It stays gathered from the start of forward until backward has finished the last of its
-gradients. With prefetch, the next unit's gather is started before this unit computes, so that the two overlap.
+gradients. With prefetch, the gather of the next unit is started before a unit computes, so that communication and
+computation overlap.
 
                        rank 0       rank 1       rank 2       rank 3
     parameters       [##      ]   [  ##    ]   [    ##  ]   [      ##]
     gradients        [##      ]   [  ##    ]   [    ##  ]   [      ##]
     optimizer state  [##      ]   [  ##    ]   [    ##  ]   [      ##]
 
-Steps: 0 partition, 1 forward, 2 backward, 4 update. Step 5 gather happens inside forward and backward, and step 3
-reduce inside backward. The next forward gathers the updated shards. These are the events for three units and prefetch
-1. The line below them shows what is gathered after each event (R: root, U: a unit):
+Steps: 0 partition, 1 forward, 2 backward, 4 update. Step 5 (gather) happens inside forward and backward, and step 3
+(reduce) happens inside backward. The next forward gathers the updated shards. These are the events for three units with
+`prefetch=1`. The line below the events shows what is gathered after each of them (R: root, U: a unit):
 
     forward  gather root, 0 | embed | gather 1 | compute 0 | free 0 | gather 2 | compute 1 | free 1 | compute 2 | free 2
              R + U            R + U   R + 2U     R + 2U      R + U    R + 2U     R + 2U      R + U    R + U       R
-    backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | same of | compute 0 | free 0, reduce 0 | embed
-             R + U      R + U   R + 2U     R + 2U      R + U              unit 1    R + U       R                  R
+    backward gather 2 | head  | gather 1 | compute 2 | free 2, reduce 2 | unit 1: | compute 0 | free 0, reduce 0 | embed
+             R + U      R + U   R + 2U     R + 2U      R + U              the same  R + U       R                  R
 
-At the end of backward the root's weights are freed and its gradients are reduced, and nothing is gathered any more.
+In forward, the head and the loss compute after "free 2". At the end of backward, the root's weights are freed and its
+gradients are reduced, and nothing is gathered any more.
 
-Run it: torchrun --nproc-per-node 2 zero3.py --trace. It prints the same losses as zero1.py, and fewer whole parameters.
-In the trace "reduce 2" is `send blocks.2`, after `receive` of the previous unit. Computation is not printed.
+Run it: torchrun --nproc-per-node 2 zero3.py --trace. It prints the same losses as zero1.py, and shows that fewer bytes
+of parameters are whole at a time. In the trace, "reduce 2" appears as `send blocks.2`, after the `receive` of the unit
+that was sent before. The trace does not show computation.
 Paper: ZeRO, section 5.3. Article: "AI in Multiple GPUs: ZeRO & FSDP", class `ZeRO_3`.
 """
 
@@ -46,7 +49,7 @@ class ZeRO3:
 
     units       a list of modules, in the order in which they run. The parameters of each module are one unit. Default:
                 the result of `default_units`
-    prefetch    the number of units that are gathered before they are needed
+    prefetch    the number of next units whose gather is started before the current unit computes
 
     While the stage is built, every rank needs memory for the whole model. Frozen parameters stay whole. Call
     `engine(x)` and not `model(x)`. Weights cannot be read between the steps, because they are freed. The end of this
@@ -83,9 +86,9 @@ class ZeRO3:
     def training_step(self, inputs, targets, loss_fn):
         """One whole step on this rank's batch. Returns this rank's loss, 0-d and detached."""
         with record_function("step 1 forward"):
-            loss = loss_fn(self(inputs), targets)  # and step 5 inside it, unit by unit
+            loss = loss_fn(self(inputs), targets)  # step 5 runs inside it, unit by unit
         with record_function("step 2 backward"):
-            loss.backward()  # and steps 5 and 3 inside it, unit by unit
+            loss.backward()  # steps 5 and 3 run inside it, unit by unit
         self.step()
         self.zero_grad()
         return loss.detach()
@@ -107,28 +110,30 @@ class ZeRO3:
         unit.free()
         self.watch_output(unit, output)
 
-    # Backward. In an ordinary unit, `on_output` comes first: it makes sure that the unit is gathered, and starts the
-    # gather of the unit before it. Then autograd computes, and calls `on_gradient` once for each parameter. After the
-    # last one, `finish` frees the unit and sends its gradients.
+    # Backward. For an ordinary unit, autograd first calls `on_output`. This makes sure that the unit is gathered, and
+    # starts the gather of the unit that ran before it in forward. Then autograd computes, and calls `on_gradient` once
+    # for each parameter. After the last parameter, `finish` frees the unit and sends its gradients.
     #
     # A unit must be gathered before backward reads its weights, so the stage has to learn in time which unit backward
     # has reached. There are two events for this:
     #
     #     on_output   a gradient has arrived at an output of the unit
-    #     unpack      autograd is about to read a tensor that forward has saved, which is a weight of the unit. (In
-    #                 y = x @ W.T the gradient of x is computed from W, so forward saves W.)
+    #     unpack      autograd is about to read a tensor that forward has saved, and this tensor is a weight of the
+    #                 unit. (In y = x @ W.T the gradient of x is computed from W, so forward saves W.)
+    #
+    # Which event comes first depends on the model. `Probe` and `Block` in this table are two modules that follow below:
     #
     #                 an ordinary unit   `Probe`: a loss inside   `Block`: a checkpoint inside   the root
     #     on_output   comes first        comes too late           comes first                    is not watched
     #     unpack      comes second       comes first              never comes                    comes first
     #
-    # The event that comes first gathers the unit, or waits for it if it is prefetched, and prefetches the unit before
-    # it. The other event has nothing left to do. (The root is gathered already.) Most models would need only `unpack`.
-    # Here are two models, of which one needs `unpack` and the other one needs `on_output`.
+    # The event that comes first gathers the unit, or waits for the gather if the unit is prefetched. It also prefetches
+    # the unit that ran before this one. The other event has nothing left to do. (The root is gathered already.) Most
+    # models would need only `unpack`. Of the two modules that follow, one needs `unpack`, the other `on_output`.
     #
     # `Probe` needs `unpack`. Its output `x` has two uses, the linear layer and the next unit. The hook on `x` runs only
-    # when both uses have made their gradients. The backward of the linear layer makes one of them, and it reads the
-    # weight for this, so `on_output` comes too late:
+    # when both uses have computed their gradients of `x`. The backward of the linear layer computes one of these
+    # gradients, and reads the weight to do so. So `on_output` comes too late:
     #
     #     class Probe(nn.Module):
     #         def forward(self, x):
@@ -154,11 +159,11 @@ class ZeRO3:
 
     @staticmethod  # because torch keeps it with each saved tensor, and a bound method would keep the stage alive
     def pack(tensor):
-        """In forward: autograd calls this to save `tensor`, and keeps what it returns.
+        """In forward: autograd calls this method to save `tensor`, and keeps the result.
 
-        An operation such as `exp` saves its own result. If this very tensor were kept, the operation's node in the
-        graph would hold its result, and the result holds its node (`grad_fn`). Such a cycle is never freed, because the
-        node is in C++. `detach` gives a tensor on the same memory without the node.
+        An operation such as `exp` saves its own output. If this very tensor were kept, the operation's node in the
+        graph would refer to the output, and the output would refer to the node (`grad_fn`). Such a cycle is never
+        freed, because the node is in C++. `detach` returns a tensor that shares the memory, but has no node.
         """
         return tensor.detach(), tensor._version
 
@@ -171,7 +176,7 @@ class ZeRO3:
         if unit is not None and in_backward():
             self.before_backward(unit)
         elif unit is not None:
-            check_allocated(unit)  # the reader is not backward, but a debugger, for example
+            check_allocated(unit)  # something other than backward reads it, for example a debugger
         return tensor
 
     def on_output(self, unit, gradient):
@@ -188,8 +193,9 @@ class ZeRO3:
         self.notice_backward()
         unit.start_gather()
         for each in unit.preceding:
-            # Skip a unit whose backward is over. If autograd reads a weight of the root at the very end (for example of
-            # a norm after the embedding), `root.preceding` is still the last unit, which is not needed any more.
+            # Skip a unit whose backward is over. If autograd reads a weight of the root at the very end (for example
+            # the weight of a norm after the embedding), `root.preceding` still lists the last units, which are not
+            # needed any more.
             if each.missing:
                 each.start_gather()
         unit.wait()
@@ -216,8 +222,8 @@ class ZeRO3:
     def on_gradient(self, param):
         """Autograd calls this in backward, when it has finished `param.grad`. After its last gradient a unit is done.
 
-        There are no turns as in ZeRO-2, because all ranks must run the units in the same order anyway: each gather
-        meets the other ranks' gathers.
+        A complete unit does not wait for its turn, as a bucket of ZeRO-2 does, because all ranks must run the units in
+        the same order anyway: each gather meets the other ranks' gathers.
         """
         self.notice_backward()  # adding a bias saves nothing, so its gradient can come before any `unpack`
         unit = self.unit_of_param[param]
@@ -258,7 +264,7 @@ class ZeRO3:
     # The end of the step.
 
     def step(self):
-        """The end of step 3, and step 4. There is no step 5: the next forward gathers what it needs."""
+        """The end of step 3, and step 4. Step 5 is not here, because the next forward gathers the units it needs."""
         with record_function("step 3 reduce gradients"):
             self.reduce_gradients()
         # A forward without a backward leaves units gathered, and after step 4 their weights would be stale. `free` also
@@ -271,20 +277,20 @@ class ZeRO3:
             unit.version = version_of(unit)  # this change is no mistake: see `check_unwritten`
 
     def reduce_gradients(self):
-        """Nothing is left to reduce. Raises RuntimeError for gradients that are missing or were not sent."""
+        """A complete backward leaves nothing to reduce. Raises RuntimeError if gradients are missing or not sent."""
         self.receive()  # what an unfinished backward has left in flight
         check_complete(self.units)
 
     def zero_grad(self):
         """Clear all gradients, including what an unfinished backward has left. Call it after `step()`."""
-        self.receive()  # otherwise the next step would receive the unit in flight, and add it to its gradients
+        self.receive()  # otherwise the next backward would receive the unit in flight, and add it to the new gradients
         self.expect_gradients()
         for unit in self.units:
             unit.shard.grad = None
             for param in unit.params:
                 param.grad = None
 
-    # Step 0. `check`, `broadcast_untrained` and `take_over_optimizer` are the same as in `ZeRO1`.
+    # Step 0. `check`, `broadcast_untrained` and `take_over_optimizer` are the same as in `ZeRO2`.
 
     def check(self):
         check_model(self.model, self.group)
@@ -300,7 +306,7 @@ class ZeRO3:
         return units
 
     def broadcast_untrained(self):
-        """Step 0: frozen parameters and buffers start as rank 0's and stay whole. No stage changes them later."""
+        """Step 0: frozen parameters and buffers get rank 0's values and stay whole. No stage changes them later."""
         broadcast_whole(self.model.parameters(), self.group)
         broadcast_whole(self.model.buffers(), self.group)
 
@@ -343,23 +349,23 @@ class ZeRO3:
             param.register_post_accumulate_grad_hook(weak_hook(self.on_gradient))
 
     def make_reduction(self, unit):
-        return Reduction(unit)  # it copies the gradients to its own buffer, and does not need `flat`
+        return Reduction(unit)  # it copies the gradients to its own buffer, so `flat` may be without memory
 
 
 class Unit(Bucket):
-    """The parameters of a module, gathered and freed together: a bucket whose `flat` has memory only while gathered.
+    """A bucket of one module's parameters, which are gathered and freed together. `flat` has no memory in between.
 
     tensor      shape           memory                                  lives
-    flat        (numel,)        its own; every weight is a view of it   always, but with memory only while gathered
+    flat        (numel,)        its own; every weight is a view of it   always; has memory while the unit is gathered
     shard       (shard_numel,)  its own                                 always
     shard.grad  (shard_numel,)  the reduction's `shard_gradient`        from the unit's reduction to `zero_grad()`
 
     Why freeing means resizing the storage: the obvious way to free a weight is `param.data = shard`. That does not free
     the memory, because `F.linear` has saved `weight.t()` for its backward, and a view keeps the whole storage alive.
-    Backward multiplies by these views. So the views stay, and only their memory is freed: `storage.resize_(0)` gives it
-    back, and every tensor on it keeps its shape. After `resize_` to the old size the next gather fills all of them.
-    FSDP2 does the same. (Whole gradients need no `resize_`, because autograd does not save them, so dropping the last
-    reference frees them.)
+    Backward multiplies by these views. So the views stay, and only their memory is freed: `storage.resize_(0)` gives
+    the memory back, and every tensor on this storage keeps its shape. After `resize_` to the old size, the next gather
+    fills the weights and all their views. FSDP2 does the same. (Whole gradients need no `resize_`. Autograd does not
+    save them, so they are freed when the last reference is dropped.)
     """
 
     def __init__(self, name, module, named_params, group):
@@ -422,10 +428,10 @@ def default_units(module):
 
 
 def parameters_by_unit(model, modules):
-    """{module: its [(name, parameter)]} for the modules that become units and, last, for the model as the root.
+    """A dict: for each module that becomes a unit, and last for the model as the root, its list of (name, parameter).
 
-    Every parameter is in exactly one of them. The root has the parameters that are in no unit, and those that modules
-    of different units share (tied weights).
+    Every parameter is in exactly one list. The root's list contains the parameters that are in no unit, and the
+    parameters that modules of different units share (tied weights).
     """
     home_of_module = {}  # module -> the one of `modules` that contains it; the model if several do
     for top in modules:
@@ -453,14 +459,14 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-# For reference: what ZeRO-3 refuses, besides what chapters 1 and 2 refuse.
+# For reference: what ZeRO-3 refuses, in addition to what ZeRO-1 and ZeRO-2 refuse.
 
 
 def version_of(unit):
     """A number that changes when somebody writes to a weight in place.
 
-    A gather writes to `flat`, which does not change this number, because with `param.data = ...` a parameter keeps its
-    own version.
+    A gather writes to `flat`. This does not change the number, because a parameter that was moved to `flat` with
+    `param.data = ...` shares its memory, but not its version.
     """
     return sum([param._version for param in unit.params])
 
@@ -490,7 +496,7 @@ def check_allocated(unit):
 #
 # What ZeRO-3 trains
 #
-# - What ZeRO-2 trains, and activation checkpointing (`use_reentrant=False`) of whole units.
+# - What ZeRO-2 trains, and activation checkpointing (`use_reentrant=False`) of whole units or inside units.
 # - Units that run more than once. They stay gathered between their backwards.
 #
 # What it raises
@@ -501,18 +507,20 @@ def check_allocated(unit):
 #
 # What it does not detect, besides what ZeRO-2 does not detect
 #
-# - Code that reads a freed weight. Depending on the operation it gets an error from torch, a crash of the process
-#   (SIGSEGV), or a wrong value, because the unit may have been gathered ahead but not waited for. It happens with
+# - Code that reads a freed weight. Depending on the operation, it gets an error from torch, it crashes the process
+#   (SIGSEGV), or it gets a wrong value if the unit's gather has been started but not waited for. This happens with
 #   - `model.state_dict()`, `copy.deepcopy(model)`, `torch.save(model)`, printing, changing or loading
 #     (`load_state_dict`) a weight;
-#   - a module of the model that is called by itself, or weights that are used outside the forward of their unit: in the
-#     loss, returned, kept, by another module, or by a forward hook that you register after the build;
+#   - a module of the model that is called by itself, or weights that are used outside the forward of their unit, for
+#     example in the loss, in another module, in a forward hook that you register after the build, or after the unit has
+#     returned or stored them;
 #   - a unit that calls itself, because the inner call frees it;
 #   - a reentrant checkpoint;
 #   - a checkpoint around a part of the root (such as the head), if an evaluation, a step, or the backward of another
 #     forward comes between its forward and its backward, because each of these frees the root;
-#   - a checkpoint inside a unit, if it recomputes a loss that was added after the unit's output was made, or if the
-#     output is a dataclass, in which `watch_output` finds no tensors;
+#   - a checkpoint inside a unit, if the unit computes an additional loss in it after its output, because backward then
+#     recomputes this loss before a gradient arrives at the output, or if the output is a dataclass, in which
+#     `watch_output` finds no tensors;
 #   - gradients of gradients, as for a gradient penalty (`torch.autograd.grad(..., create_graph=True)`).
 # - A forward that writes to `weight.data`: the change is lost when the unit is freed.
 # - A rank that runs units in a different order, or without the others (`if rank == 0: evaluate()`): ranks wait for each
@@ -520,7 +528,7 @@ def check_allocated(unit):
 # - `torch.autograd.grad` between backward and `step()`: it counts as a backward that produced no gradients, so `step()`
 #   raises an error although no gradient is missing.
 #
-# What goes wrong if you delete a line. A test deletes each of them, and checks what is said here.
+# What goes wrong if you delete a line. A test deletes each of these lines, and checks what is said here.
 #
 # - `each.start_gather()` in `ZeRO3.before_forward`: a crash, an error or garbage. The unit computes without memory.
 # - `unit.wait()` in `ZeRO3.before_forward`: silently wrong. The unit computes with memory that the gather has not
@@ -544,7 +552,7 @@ def check_allocated(unit):
 # - `increment_version(unit.params)` in `ZeRO3.step`: silently wrong, if a backward uses a graph built before the step.
 # - `self.flat.untyped_storage().resize_(0)` in `Unit.free`: more memory. Nothing is ever freed.
 #
-# Two changes that look harmless:
+# Two changes that look harmless. The new line is the one after *as*:
 #
 # - `return self.flat[self.own].clone()` in `Unit.make_shard`, as `return self.flat[self.own]`: a crash or garbage. The
 #   shard would be in the memory that is freed.
@@ -557,18 +565,18 @@ def check_allocated(unit):
 #     peak   16Ψ/N + 4(R + 2U) + 4(H + 2U) - 4(R + 2U)/N, with prefetch 1 and without activations
 #     sent   Ψ all-gather in forward + Ψ all-gather in backward + Ψ reduce-scatter = 3Ψ per rank and step (DDP: 2Ψ)
 #
-# R, U and H are numbers of elements: of the root, of a unit, and of those parameters of the root that come after the
+# R, U and H are numbers of elements: R of the root, U of a unit, and H of the root's parameters that are used after the
 # units (the last norm and the head). The peak comes late in backward. Then these are in memory:
 #
 #     16Ψ/N           the shards of weights, gradients and optimizer state
-#     4(R + 2U)       whole weights: the root, the unit at work, the unit prefetched
-#     4(H + 2U)       whole gradients: of the unit at work, of the unit in flight, and of the head. The root is reduced
-#                     when it has all its gradients, so the head's wait for the embedding's
-#     -4(R + 2U)/N    the root, the unit at work and the unit prefetched have no gradient shard yet
+#     4(R + 2U)       whole weights: the root, the unit that computes, and the prefetched unit
+#     4(H + 2U)       whole gradients of the unit that computes, of the unit in flight, and of the head. The root is
+#                     reduced when it has all its gradients, so the head's gradients wait for the embedding's gradients
+#     -4(R + 2U)/N    the root, the unit that computes and the prefetched unit have no gradient shard yet
 #
 # So more gradients are whole than in ZeRO-2, where the head has its own buckets. With a large root, the peak comes at
 # the end of backward instead, and is 16Ψ/N + 8R + 4U - 4R/N: the root has whole weights and gradients (8R) and no
-# gradient shard yet (-4R/N), and one unit is in flight (4U). This is the larger one of the two if R - H > 3U - 2U/N.
+# gradient shard yet (-4R/N), and one unit is in flight (4U). This peak is the larger of the two if R - H > 3U - 2U/N.
 # For the demo the formula is exact to 1% on 2, 4 and 8 ranks. On CPUs, gloo also copies what it gathers and reduces.
 # These copies are as large as two to three units, and the demo does not count them.
 #

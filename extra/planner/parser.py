@@ -27,8 +27,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--layers",
         type=int,
-        help="the number of transformer blocks of your own model, instead of --preset; it also needs --width, --heads, "
-        "--vocab and --seq",
+        help="the number of transformer blocks of your own model, instead of --preset; --width, --heads, --vocab and "
+        "--seq are then required",
     )
     add("--width", type=int, help="the width of the blocks of your own model")
     add("--heads", type=int, help="the number of attention heads of your own model")
@@ -75,7 +75,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=1,
         metavar="UNITS",
-        help="the number of units (blocks) that zero3 and hybrid gather before they are needed (default 1)",
+        help="the number of next units (blocks) that zero3 and hybrid gather while the current unit computes "
+        "(default 1)",
     )
     add(
         "--bucket-mb",
@@ -106,17 +107,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--efficiency",
         type=float,
         metavar="FRACTION",
-        help="the fraction of the GPU's peak that matrix products reach (default: a value for each type of "
+        help="the fraction of the GPU's peak speed that matrix products reach (default: a value for each type of "
         "GPU, see extra/planner/README.md)",
     )
     add(
         "--sweep",
         choices=SWEEPS,
-        help="draw the step time against this option, and print where two engines are equally fast",
+        help="draw the step time against this quantity, and print where two engines are equally fast",
     )
     add("--out", default="plans", metavar="FOLDER", help="the folder for the figures of --sweep (default plans)")
     add("--validate", action="store_true", help="compare predictions of this planner with published measurements")
-    add("--scale", action="store_true", help="predict the presets 7b and 70b on 8 to 4,096 GPUs")
+    add("--scale", action="store_true", help="predict step times of the presets 7b and 70b on 8 to 4,096 GPUs")
     add_json(parser)
     options = parser.parse_args(argv)
     parser.needs("--out", "--sweep")

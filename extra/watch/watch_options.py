@@ -87,12 +87,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--from",
         metavar="FILE",
         dest="source",
-        help="record nothing, and use the recordings in this file, a page or the JSON of --json",
+        help="record nothing, and use the recordings in this file, which is a page or was written by --json",
     )
     parser.add_argument(
         "--gif",
         metavar="FILE",
-        help="also write an animation of ENGINE to this file, which needs the browser Chromium and takes minutes",
+        help="also write an animation of ENGINE to this file; this needs the browser Chromium and takes minutes",
     )
     parser.add_argument("--dark", action="store_true", help="draw the animation of --gif in dark colours")
     parser.add_argument("--on-ranks", help=argparse.SUPPRESS)  # for the started ranks: the folder for their recordings

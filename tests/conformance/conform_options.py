@@ -9,8 +9,8 @@ from zerolab.run.shared_options import ENGINE, add_json, check_writable, make_pa
 
 DESCRIPTION = f"""\
 Runs the conformance tests on engines. Each test trains a small model in a way that an
-engine may get wrong, such as with tied weights. The table that it prints shows how
-often each engine was correct, raised a clear error, or gave wrong results.
+engine may get wrong, such as with tied weights. The command prints a table, which shows
+how often each engine was correct, raised a clear error, or gave wrong results.
 {ENGINE}"""
 EXAMPLES = """\
   ./launch.sh conform                  # the chapters, our engines and PyTorch's
@@ -24,15 +24,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "engines",
         nargs="*",
         metavar="ENGINE|FILE.py",
-        help="what to test: for example zero2 is the class ZeRO2Engine, zero2.py the chapter, and FILE.py your own "
-        "engine (default: the chapters, our engines, PyTorch's engines, and DeepSpeed's if it is installed). A number "
-        "at the end is N, the number of ranks (processes), 1 to 8 (default 2)",
+        help="the engines to test. For example, zero2 is the class ZeRO2Engine, zero2.py is the chapter, which is the "
+        "file of this name, and FILE.py is your own engine (default: the three chapters, our engines, PyTorch's "
+        "engines, and DeepSpeed's if it is installed). A number at the end is N, the number of ranks (processes), 1 to "
+        "8 (default 2)",
     )
     parser.add_argument(
         "--only", metavar="TEXT", default="", help="run only the tests whose name contains this text, as pytest -k does"
     )
     parser.add_argument(
-        "--thorough", action="store_true", help="also run the slower tests, of more sizes, options and numbers of ranks"
+        "--thorough",
+        action="store_true",
+        help="also run the slower tests, with more sizes, options and numbers of ranks",
     )
     add_json(parser)
     options = parser.parse_args(argv)

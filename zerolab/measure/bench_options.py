@@ -67,8 +67,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="TEXT",
-        help="instead of engines, compare several values of one of their options, in these sweeps: "
-        f"{'; '.join(SWEEPS)}; with TEXT only in the sweeps whose name contains it",
+        help="instead of engines, compare several values of an option of an engine. The sweeps are: "
+        f"{'; '.join(SWEEPS)}. With TEXT, run only the sweeps whose name contains it",
     )
     instead.add_argument(
         "--host",
@@ -83,7 +83,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=existing_file,
         metavar="FILE",
-        help="measure nothing, and print ratios of the step times in these files, which compare --json has written",
+        help="measure nothing, and print ratios of step times, such as zero1 / ddp, from these files, which compare "
+        "--json has written",
     )
     options = parser.parse_args(argv)
     parser.beside("--ratios")

@@ -41,7 +41,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--up-to",
         type=positive_int,
         metavar="RANKS",
-        help="instead of N: print only the peaks, for 1, 2, 4 and so on up to this number of ranks",
+        help="instead of N: print only the peaks of memory, for 1, 2, 4 and so on up to this number of ranks",
     )
     add_preset(parser, "7b")
     add_engines(parser, engines_of("memory"))
@@ -55,8 +55,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=("fake", "cuda", "xpu"),
         default="fake",
-        help="fake allocates nothing; cuda (or xpu on Intel's GPUs) runs rank 0 on one GPU, which allocates its memory "
-        "(default fake)",
+        help="fake allocates nothing; cuda (or xpu on Intel's GPUs) runs rank 0 on one GPU, and allocates the memory "
+        "of this rank (default fake)",
     )
     options = parser.parse_args(argv)
     check_engines(parser, options)

@@ -29,7 +29,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes",
         type=non_negative_float,
         default=10,
-        help="the time limit in minutes; what no longer fits is left out (default 10)",
+        help="the time limit in minutes; measurements for which no time is left are skipped (default 10)",
     )
     options = parser.parse_args(argv)
     if options.folder.is_dir() and any(options.folder.iterdir()):

@@ -49,7 +49,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             type=non_negative_int,
             default=1,
             metavar="UNITS",
-            help="the number of units (transformer blocks) that are gathered before they are needed (default 1)",
+            help="the number of next units (transformer blocks) whose parameters are gathered while the current unit "
+            "computes (default 1)",
         )
     else:
         parser.add_argument(
@@ -70,8 +71,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="also write a trace of the construction and of one more step to this file, which chrome://tracing and "
-        "ui.perfetto.dev can show",
+        help="also write a trace of the stage's construction and of one more step to this file, which chrome://tracing "
+        "and ui.perfetto.dev can show",
     )
     add_hardware(parser)
     options = parser.parse_args(words)

@@ -33,22 +33,25 @@ Learn
 ./launch.sh zero1|zero2|zero3 [N]  trains with one ZeRO stage, and prints a step
                                    event by event
 ./launch.sh articles               tests the claims of five articles
-./launch.sh notebooks              opens the notebooks in Jupyter Lab; with
-                                   --html [FOLDER] writes them as pages instead
+./launch.sh notebooks              opens the notebooks in JupyterLab; with
+                                   --html [FOLDER] writes HTML pages instead
 ./launch.sh exercise NAME          writes an exercise to exercises/NAME.py
 ./launch.sh check NAME [N]         tests your exercise; with --hint prints a hint
-./launch.sh bug [NUMBER [N]]       lists the museum of bugs, or runs one of them
+./launch.sh bug [NUMBER [N]]       lists the bugs of the museum, or runs one
 
 Run and measure
 ./launch.sh compare [N]            compares DDP, our ZeRO stages and FSDP2
 ./launch.sh train STAGE [N]        trains a GPT, and resumes after a crash or a hang
-./launch.sh memory [N]             predicts memory and traffic of a model with 7
-                                   billion parameters, without a GPU
+./launch.sh memory [N]             predicts the memory and traffic of a training
+                                   step without a GPU; the default model has 7
+                                   billion parameters
 ./launch.sh bench [N]              measures step times of engines and options
 ./launch.sh conform [ENGINE|FILE.py ...] [N]
                                    runs the conformance tests on engines
-./launch.sh report [FOLDER]        measures this machine, and writes a report
-./launch.sh docs                   writes the tables and figures of the pages
+./launch.sh report [FOLDER]        runs the main measurements on this machine, and
+                                   writes a report
+./launch.sh docs                   writes the tables and figures of README.md and
+                                   docs/
 ./launch.sh test                   runs the tests; accepts the options of pytest
 ./launch.sh help                   prints this text
 
@@ -57,7 +60,8 @@ Extras
                                    it in a browser
 ./launch.sh plan [N]               predicts step times on other machines
 ./launch.sh test --simulated-gpus N
-                                   runs the tests for GPUs without a GPU
+                                   runs the tests that need GPUs on N simulated
+                                   GPUs
 
 Without a command, ./launch.sh runs compare. N is the number of ranks, which are
 the processes that train together. Without N, compare, train, bench and the stages

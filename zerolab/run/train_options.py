@@ -20,9 +20,10 @@ from zerolab.run.shared_options import (
 
 DESCRIPTION = f"""\
 Trains a GPT with one of the ZeRO stages and saves checkpoints. It prints the
-losses and, at the end, text that the model writes. If the run crashes or is
-stopped, the same command resumes it from the last checkpoint. You may then change
-STAGE and N.
+losses and, at the end, text that the model writes. If a rank crashes or hangs, all
+ranks restart from the last checkpoint, at most three times. If the run still fails,
+or is stopped, the same command resumes it from there. You may then change STAGE
+and N.
 
 {RANKS}"""
 EXAMPLES = """\

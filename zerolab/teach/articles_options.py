@@ -8,8 +8,8 @@ from pathlib import Path
 from zerolab.run.shared_options import add_json, check_writable, make_parser
 
 DESCRIPTION = """\
-Measures the claims of five articles about ZeRO and FSDP, and prints for each claim
-whether it holds, does not hold, or holds on a condition."""
+Tests the claims of five articles about ZeRO and FSDP by measurements, and prints for
+each claim whether it holds, does not hold, or holds under a condition."""
 EXAMPLES = """\
   ./launch.sh articles
   ./launch.sh articles --article frameworks --only memory"""
@@ -18,13 +18,15 @@ EXAMPLES = """\
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("articles", DESCRIPTION, EXAMPLES)
     names = ("multiple_gpus", "sharding_state", "frameworks", "scaling", "wordpress")
-    parser.add_argument("--article", choices=names, help="measure only the claims of this article (default: of all)")
+    parser.add_argument(
+        "--article", choices=names, help="test only the claims of this article (default: of all articles)"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
         default=[""],
         metavar="TEXT",
-        help="measure only the claims whose name or text contains one of these texts",
+        help="test only the claims whose name or text contains one of these texts",
     )
     add_json(parser)
     options = parser.parse_args(argv)

@@ -22,7 +22,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         choices=(0, 1, 2),
         default=1,
-        help="the number of hints in each blank; with 0 it has only its target, such as a number of lines (default 1)",
+        help="the number of hints in each blank; with 0 a blank contains only its target, such as a number of lines "
+        "(default 1)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite exercises/NAME.py even if you have edited it")
     return parser.parse_args(argv)

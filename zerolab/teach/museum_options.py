@@ -6,9 +6,9 @@ from pathlib import Path
 from zerolab.run.shared_options import make_parser
 
 DESCRIPTION = """\
-Lists the museum of bugs, which are ZeRO stages with one mistake each. With NUMBER it
-trains with this bug and with the correct code, and prints the losses and bytes of both,
-so that you can look for the mistake."""
+Lists the bugs of the museum, which are ZeRO stages with one mistake each. With NUMBER
+it trains with this bug and with the correct code, and prints the losses and bytes of
+both, so that you can look for the mistake."""
 EXAMPLES = """\
   ./launch.sh bug                      # the list
   ./launch.sh bug 7
