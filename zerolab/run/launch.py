@@ -116,8 +116,8 @@ OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
 PYTEST = ["test", "conform", "check"]  # commands that run pytest
 DEFAULT = """\
 Without a command, ./launch.sh runs compare: it trains a small GPT with DDP, our ZeRO stages and FSDP2, and compares
-their losses, memory and step times. This takes two minutes on two CPU cores, and with --quick less than one. To stop
-it, press Ctrl-C. ./launch.sh help lists all commands."""
+their losses, memory and step times. This takes two minutes on two CPU cores, and ./launch.sh compare --quick takes less
+than one. To stop it, press Ctrl-C. ./launch.sh help lists all commands."""
 CPU_BUILDS = """\
 The usual build of torch includes NVIDIA's libraries, 5 GB in all. If you have no NVIDIA GPU, you can save 3.5 GB: press
 Ctrl-C, set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, and start again. PyTorch's page "Get Started"

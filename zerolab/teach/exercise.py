@@ -142,7 +142,7 @@ def summary(name: str, text: str) -> str:
     exercise, lines = EXERCISES[name], lines_of_blanks(text)
     sentences = [f"written: {FOLDER / name}.py"]
     for blank in getattr(exercise, "blanks", ()):
-        sentences.append(f"  {lines.get(blank.title, ''):>4}  {blank.title}")
+        sentences.append(f"  line {lines.get(blank.title, '')}: {blank.title}")
     sentences.append(f"When it is finished, it {exercise.goal}.")
     sentences.append(f"Check it at any time, in about half a minute: ./launch.sh check {name}")
     return "\n".join(sentences)
