@@ -54,7 +54,7 @@ def test_the_referee_compares(tmp_path):
         held = dict(run["held_bytes"])
         assert run["peak_bytes"] > sum(held.values()) and run["step_ms"] > 0 and run["tokens_per_s"] > 0
         counters = held.pop("optimizer") - 2 * psi / (1 + ("optimizer" in shared_out))
-        assert 0 < counters <= 4 * 40 or name == "zero_redundancy_optimizer", name  # which shares out whole parameters
+        assert 0 < counters <= 4 * 40 or name == "zero_redundancy_optimizer", name  # its parameters are not cut
         assert held == {part: psi / (1 + (part in shared_out)) for part in held}, name
         assert run["sent_bytes"] == (sent * psi - (root if sent == 3 and "parameters" in shared_out else 0)) / 2, name
     assert {name for name, run in report["runs"].items() if run["difference"] == 0} >= set(names) - {"single"}

@@ -15,7 +15,7 @@ FILES = {number: Path(module.__file__) for number, module in enumerate((zero1, z
 class Block:
     """The lines `first` to `last` of a chapter, in `function`.
 
-    A label that ends in a unit's name, such as "send blocks.0", is here without it: "send ".
+    If a label ends with a unit's name, such as "send blocks.0", `label` leaves the name out: "send ".
     """
 
     label: str
@@ -26,7 +26,7 @@ class Block:
 
 
 def blocks_of(chapter: int | None) -> list[Block]:
-    """The blocks of a chapter, and those of earlier chapters with labels that it has not. None without a chapter."""
+    """The blocks of a chapter, and those of earlier chapters whose labels it does not have. Empty without a chapter."""
     found: list[Block] = []
     for number in range(chapter or 0, 0, -1):
         later = {block.label for block in found}
@@ -49,7 +49,7 @@ def blocks_in(chapter: int, source: str) -> list[Block]:
 
 
 def _label_of(call: ast.expr) -> str | None:
-    """The label of `record_function("...")`; of an f-string what is in front of its first value."""
+    """The label of `record_function("...")`. Of an f-string, it is the text in front of the first value."""
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "record_function"):
         return None
     label = call.args[0]

@@ -34,7 +34,7 @@ class Subject:
     chapter: bool = False
     documented: Documented | None = None
     file: str | None = None
-    promise: tuple | None = None  # (what its ranks share out, how many times Ψ (N-1)/N elements a rank sends)
+    promise: tuple | None = None  # (what its ranks divide, how many times Ψ (N-1)/N elements a rank sends)
 
     @property
     def ours(self):

@@ -180,7 +180,7 @@ def test_a_step_sends_no_more_than_promised(engine):
 def test_what_is_shared_out_is_not_on_every_rank(engine):
     """Four ranks together hold at most two copies of the sharded tensors before `zero_grad()`."""
     if engine.promise is None:
-        pytest.skip(f"{engine.name} says nothing of what its ranks share out: COUNTERPART would")
+        pytest.skip(f"{engine.name} does not say what its ranks divide: COUNTERPART would")
     kinds, _ = engine.promise
     model = seeded(Wide, dtype=torch.float32)
     whole = storage_bytes(model.parameters())

@@ -188,7 +188,7 @@ class Engine:
 
 
 class BucketEngine(Engine):
-    """The common part of ZeRO-1 and ZeRO-2, whose parameters stay whole, in buckets of `bucket_mb`.
+    """The common part of ZeRO-1 and ZeRO-2, which do not divide the parameters, and have buckets of `bucket_mb`.
 
     all_buckets   the buckets, and those of frozen parameters that need their own (`broadcast_frozen`)
     """

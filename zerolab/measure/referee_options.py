@@ -37,7 +37,7 @@ the losses match, and a table of losses, memory, traffic and step times.
 
 {RANKS}"""
 EXAMPLES = """\
-  ./launch.sh compare                  # eight engines; minutes on two CPU cores
+  ./launch.sh compare                  # eight engines; two minutes on two CPU cores
   ./launch.sh compare --quick          # a toy model; less than a minute
   ./launch.sh compare 4 --engines ddp,zero3,fsdp2 --dtype bf16"""
 

@@ -78,7 +78,7 @@ class Engine:
     title        what tables and figures call it
     build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
                  parameters. It may change the optimizer, or make another one of the same class and options
-    on, shards   the commands that run it by default, and what its ranks share out between steps: from names.py
+    on, shards   the commands that run it by default, and what its ranks divide between steps: from names.py
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter), "whole" (parameters not to cut)
     sends        how many times Ψ (N-1)/N elements a rank sends in a step. None if nothing is known of it

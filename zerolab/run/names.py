@@ -13,7 +13,7 @@ CHAPTERS = ("zero1", "zero2", "zero3")
 
 
 class Listed(NamedTuple):
-    """An engine: what its ranks share out between steps, and the commands that run it without --engines."""
+    """An engine: what its ranks divide between steps, and the commands that run it without --engines."""
 
     shards: tuple[str, ...]
     commands: tuple[str, ...]
