@@ -271,7 +271,7 @@ OTHERS = [
         "ZeRO3.plan_prefetch",
         "unit.preceding = inner[max(0, index - ahead):index][::-1]",
         "unit.preceding = inner[max(0, index - ahead):index]",
-        found_by="test_chapters.py::test_units_are_gathered_ahead_in_the_order_of_their_use",
+        found_by="conformance/test_traffic.py::test_units_are_gathered_in_the_order_of_their_use",
     ),
     Mutation(
         "zero3",

@@ -191,16 +191,6 @@ def test_a_single_rank_gathers_nothing_ahead(ranks):
 
 @two_ranks
 @on_every_rank
-def test_units_are_gathered_ahead_in_the_order_of_their_use(ranks):
-    model = seeded(Blocks)
-    engine = ZeRO3(model, ADAMW(model.parameters()), prefetch=2)
-    first, second, third, _ = engine.units
-    same([unit.following for unit in engine.units], [[second, third], [third], [], [first, second]], what="in forward")
-    same([unit.preceding for unit in engine.units], [[], [first], [second, first], [third, second]], what="in backward")
-
-
-@two_ranks
-@on_every_rank
 def test_a_gather_ahead_is_in_flight_while_a_unit_computes(ranks):
     """It is waited for when its own unit begins, and not before."""
     model = seeded(Blocks)

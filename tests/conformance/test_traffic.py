@@ -107,6 +107,41 @@ def test_zero3_gathers_nothing_twice_without_resharding(engine):
     assert kinds.count("all-gather") == kinds.count("reduce-scatter") == len(trained.units)
 
 
+def block_of(layers):
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
+
+
+class Growing(Wide):
+    """Each block is larger than the one before it, so the size of a gather tells whose it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(block_of(layers) for layers in (1, 2, 3, 4))
+
+
+class WithoutRoot(nn.Sequential):
+    """Nothing is gathered before the first unit of forward and of backward, so these gather several at once."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 64, bias=False), block_of(1), block_of(2), nn.Linear(64, 32, bias=False))
+
+
+@pytest.mark.stages("zero3")
+@pytest.mark.chapters
+@pytest.mark.parametrize("make", [Growing, WithoutRoot])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_units_are_gathered_in_the_order_of_their_use(engine, make, prefetch):
+    """Also ahead: the root, the units from first to last in forward, and from last to first in backward."""
+    model = seeded(make, dtype=torch.float32)
+    trained = engine(model, FUSED(model.parameters()), prefetch=prefetch)
+    with Recorder() as recorder:
+        mse(trained, *wide_batch(0)).backward()
+    root = [unit.numel for unit in trained.units if unit.module is model]
+    units = [unit.numel for unit in trained.units if unit.module is not model]
+    gathered = [size for kind, size in recorder.collectives if kind == "all-gather"]
+    assert gathered == [*root, *units, *reversed(units)]
+
+
 class TwoKinds(Wide):
     """Each block has a trained unit and a frozen one, of another size."""
 
