@@ -6,7 +6,6 @@ Tests of the files themselves (crashes, malicious lists, rectangles) are in test
 import contextlib
 import copy
 import os
-import pickle
 import resource
 import shutil
 import warnings
@@ -38,7 +37,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
 from zerolab.engine.checkpoint import folders, metadata
 from zerolab.engine.optimizers import as_list
-from zerolab.run.pool import run_on_ranks
 
 STAGES = [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine]
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -47,25 +45,11 @@ OPTIMIZERS = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),  # has a state from the start
     "nadam": partial(torch.optim.NAdam, lr=0.01),  # has two scalars besides the moments
     "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True),
-    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
-    "adamax": partial(torch.optim.Adamax, lr=0.01),
-    "asgd": partial(torch.optim.ASGD, lr=0.01),
-    "rprop": partial(torch.optim.Rprop, lr=0.01),
 }
 
 two_ranks = pytest.mark.parametrize("ranks", [2])
 three_ranks = pytest.mark.parametrize("ranks", [3])
 stages = pytest.mark.parametrize("stage", STAGES)
-
-
-def long(*values):
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
-
-
-def thorough(*values):
-    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 class Zoo(nn.Module):
@@ -187,11 +171,10 @@ def test_a_run_resumes_to_the_bit(ranks, stage, tmp_path):
 
 
 @two_ranks
-@pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO1Engine, ZeRO3Engine)])
 @on_every_rank
-def test_training_continues_during_a_save(ranks, stage, tmp_path):
+def test_training_continues_during_a_save(ranks, tmp_path):
     """`async_save` saves the values at the time of the call, although training changes them meanwhile."""
-    is_resumed(build(stage), build(stage, seed=3), tmp_path, save=checkpoint.async_save)
+    is_resumed(build(ZeRO2Engine), build(ZeRO2Engine, seed=3), tmp_path, save=checkpoint.async_save)
 
 
 @two_ranks
@@ -204,19 +187,18 @@ def test_mixed_precision_saves_the_float32_shards(ranks, stage, tmp_path):
 
 
 @two_ranks
-@pytest.mark.parametrize("stage", [ZeRO2Engine, *long(ZeRO3Engine)])
 @on_every_rank
-def test_an_offloaded_run_resumes(ranks, stage, tmp_path):
+def test_an_offloaded_run_resumes(ranks, tmp_path):
     """With offload shards have their own memory. Loading must write to it, and update the weights."""
-    engine, other = (build(stage, seed, offload_policy=CPUOffloadPolicy(pin_memory=False)) for seed in (0, 3))
+    engine, other = (build(ZeRO2Engine, seed, offload_policy=CPUOffloadPolicy(pin_memory=False)) for seed in (0, 3))
     is_resumed(engine, other, tmp_path)
 
 
 @two_ranks
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam", *long(*list(OPTIMIZERS)[3:])])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam"])
 @on_every_rank
-def test_any_optimizer_resumes(ranks, name, tmp_path):
-    """Every torch optimizer that works element by element resumes, with all values in its state."""
+def test_other_optimizers_resume(ranks, name, tmp_path):
+    """With all values in their states, which differ in kind."""
     engine, other = (build(ZeRO3Engine, seed, OPTIMIZERS[name]) for seed in (0, 3))
     is_resumed(engine, other, tmp_path)
 
@@ -268,11 +250,10 @@ def test_a_parameter_that_no_step_used_has_no_state_afterwards(ranks, tmp_path):
 
 
 @two_ranks
-@stages
 @on_every_rank
-def test_all_ranks_load_the_buffers_of_rank_0(ranks, stage, tmp_path):
+def test_all_ranks_load_the_buffers_of_rank_0(ranks, tmp_path):
     """Ranks have seen different data, so BatchNorm's statistics differ. They must not be mixed."""
-    engine = build(stage)
+    engine = build(ZeRO2Engine)
     train(engine, range(2))
     expected = [copy.deepcopy(dict(engine.model.named_buffers()))]
     own = expected[0]["blocks.0.1.running_mean"]
@@ -402,11 +383,10 @@ def travel(legs, folder, make, odd=True):
 
 
 @three_ranks
-@pytest.mark.parametrize("numbers", [(3, 2, 1), *thorough((1, 3, 2), (3, 2, 3))])
-@pytest.mark.parametrize("order", [STAGES, STAGES[::-1], *thorough([STAGES[1], STAGES[0], STAGES[2]])])
+@pytest.mark.parametrize("order", [STAGES, STAGES[::-1]])
 @on_every_rank
-def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, numbers, tmp_path):
-    legs = [(stage, number, {}) for stage, number in zip(order, numbers)]
+def test_a_run_moves_to_other_stages_and_numbers_of_ranks(ranks, order, tmp_path):
+    legs = [(stage, number, {}) for stage, number in zip(order, (3, 2, 1))]
     travel(legs, tmp_path, lambda model: [ADAMW(groups_of(model))])
 
 
@@ -424,25 +404,22 @@ def adafactor(model):
 WHOLE, CUT = {"whole": True}, {}
 JOURNEYS = {
     "whole, cut, whole": (two_optimizers, [WHOLE, CUT, WHOLE]),
-    "cut, whole, cut": (two_optimizers, [CUT, WHOLE, CUT]),
     "Adafactor": (adafactor, [WHOLE, WHOLE, WHOLE]),
 }
 
 
 @three_ranks
 @pytest.mark.parametrize("journey", JOURNEYS)
-@pytest.mark.parametrize("order", [STAGES, *thorough(STAGES[::-1])])
 @on_every_rank
-def test_a_run_moves_between_whole_and_cut_parameters(ranks, order, journey, tmp_path):
+def test_a_run_moves_between_whole_and_cut_parameters(ranks, journey, tmp_path):
     make, options = JOURNEYS[journey]
-    legs = list(zip(order, (3, 2, 3), options))
+    legs = list(zip(STAGES, (3, 2, 3), options))
     travel(legs, tmp_path, make, odd=make is not adafactor)  # Adafactor divides by the size of an empty parameter
 
 
 @two_ranks
-@stages
 @on_every_rank
-def test_whole_states_are_refused_where_they_do_not_fit(ranks, stage, tmp_path):
+def test_whole_states_are_refused_where_they_do_not_fit(ranks, tmp_path):
     """Adafactor's means of rows fit only whole parameters, and optimizers only the ones that were saved."""
 
     class RowWise(torch.optim.Adafactor):
@@ -451,16 +428,16 @@ def test_whole_states_are_refused_where_they_do_not_fit(ranks, stage, tmp_path):
     def row_wise(params):
         return RowWise(params, lr=0.01)
 
-    engine = build(stage, make_optimizer=row_wise, odd=False, whole=True)
+    engine = build(ZeRO3Engine, make_optimizer=row_wise, odd=False, whole=True)
     train(engine, range(1))
     checkpoint.save(engine, tmp_path / "rows")
-    cut = build(stage, make_optimizer=row_wise, odd=False)
+    cut = build(ZeRO3Engine, make_optimizer=row_wise, odd=False)
     raised_on_every_rank(ValueError, "build the engine with whole=True", checkpoint.load, cut, tmp_path / "rows")
-    engine = build(stage, make_optimizer=list, groups=two_optimizers)
+    engine = build(ZeRO3Engine, make_optimizer=list, groups=two_optimizers)
     checkpoint.save(engine, tmp_path / "two")
-    swapped = build(stage, make_optimizer=list, groups=lambda model: two_optimizers(model)[::-1])
+    swapped = build(ZeRO3Engine, make_optimizer=list, groups=lambda model: two_optimizers(model)[::-1])
     raised_on_every_rank(ValueError, "SGD, AdamW, but", checkpoint.load, swapped, tmp_path / "two")
-    exchanged = build(stage, make_optimizer=list, groups=two_optimizers_exchanged)
+    exchanged = build(ZeRO3Engine, make_optimizer=list, groups=two_optimizers_exchanged)
     raised_on_every_rank(ValueError, "is not from SGD", checkpoint.load, exchanged, tmp_path / "two")
 
 
@@ -470,14 +447,13 @@ def two_optimizers_exchanged(model):
 
 
 @two_ranks
-@stages
 @on_every_rank
-def test_a_mean_of_rows_may_have_the_shape_of_its_parameter(ranks, stage, tmp_path):
+def test_a_mean_of_rows_may_have_the_shape_of_its_parameter(ranks, tmp_path):
     """In Adafactor the state `col_var` of a matrix with one row, but not that of other matrices."""
     engines = []
     for seed in (0, 1):
         model = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)), seed=seed)
-        engines.append(stage(model, torch.optim.Adafactor(model.parameters(), lr=0.05), whole=True))
+        engines.append(ZeRO3Engine(model, torch.optim.Adafactor(model.parameters(), lr=0.05), whole=True))
     first, second = engines
 
     def loss_of_next_step(engine):
@@ -518,18 +494,15 @@ class Mixture(nn.Module):
 
 
 @two_ranks
-@pytest.mark.parametrize(
-    "order", [(ZeRO1Engine, ZeRO3Engine), *long((ZeRO3Engine, ZeRO2Engine), (ZeRO2Engine, ZeRO1Engine))]
-)
 @on_every_rank
-def test_experts_of_different_ranks_resume_in_another_stage(ranks, order, tmp_path):
+def test_experts_of_different_ranks_resume_in_another_stage(ranks, tmp_path):
     """Each rank uses a different expert in each step, and one is unused until the run has moved to the other stage."""
     plain = seeded(Mixture)
     optimizer = ADAMW(plain.parameters())
-    engines = [
-        stage(model, ADAMW(model.parameters()), find_unused=True)
-        for stage, model in zip(order, (seeded(Mixture), seeded(Mixture, seed=3)))
-    ]
+    engines = []
+    for seed, stage in enumerate((ZeRO1Engine, ZeRO3Engine)):
+        model = seeded(Mixture, seed=seed)
+        engines.append(stage(model, ADAMW(model.parameters()), find_unused=True))
 
     def loss_of(model, step, rank):
         tokens, targets = batch(step, rank)
@@ -569,12 +542,11 @@ class OddNames(nn.Module):
 
 
 @two_ranks
-@pytest.mark.parametrize("order", [(ZeRO3Engine, ZeRO1Engine), *long((ZeRO2Engine, ZeRO3Engine))])
 @on_every_rank
-def test_odd_names_come_back(ranks, order, tmp_path):
+def test_odd_names_come_back(ranks, tmp_path):
     """Weights and moments go to the parameter of the same name, whatever the name is."""
     models = seeded(OddNames), seeded(OddNames, seed=3)
-    engine, other = (stage(model, ADAMW(model.parameters())) for stage, model in zip(order, models))
+    engine, other = (ZeRO3Engine(model, ADAMW(model.parameters())) for model in models)
     train(engine, range(2))
     checkpoint.save(engine, tmp_path / "ä b")
     checkpoint.load(other, tmp_path / "ä b")
@@ -599,11 +571,10 @@ def test_a_rank_that_was_not_there_gets_rank_0s_values(ranks, tmp_path):
 
 
 @two_ranks
-@stages
 @on_every_rank
-def test_fsdp2_loads_our_checkpoint(ranks, stage, tmp_path):
-    """FSDP2 saves again exactly what it has loaded from an engine."""
-    engine = build(stage, odd=False)
+def test_fsdp2_and_an_engine_exchange_checkpoints(ranks, tmp_path):
+    """Each saves again exactly what it has loaded from the other."""
+    engine = build(ZeRO3Engine, odd=False)
     train(engine, range(2))
     checkpoint.save(engine, tmp_path / "ours")
     theirs = torch_run(odd=False, group=dist.group.WORLD, sharded=True)
@@ -612,20 +583,11 @@ def test_fsdp2_loads_our_checkpoint(ranks, stage, tmp_path):
     found, expected = everything(tmp_path / "theirs"), everything(tmp_path / "ours")
     for name, value in expected.items():  # torch gives the unused parameter a state
         same(found[name], value, what=name)
-
-
-@two_ranks
-@stages
-@on_every_rank
-def test_an_engine_loads_fsdp2s_checkpoint(ranks, stage, tmp_path):
-    """An engine saves again exactly what it has loaded from FSDP2, which was trained for two steps."""
-    theirs = torch_run(odd=False, group=dist.group.WORLD, sharded=True)
     train_on_rank_0s_batches(theirs, range(2))
-    torch_save(theirs, tmp_path / "theirs", dist.group.WORLD)
-    engine = build(stage, odd=False)
-    assert checkpoint.load(engine, tmp_path / "theirs") == {}
-    checkpoint.save(engine, tmp_path / "ours")
-    same_files(tmp_path / "ours", tmp_path / "theirs")
+    torch_save(theirs, tmp_path / "trained", dist.group.WORLD)
+    assert checkpoint.load(engine, tmp_path / "trained") == {}
+    checkpoint.save(engine, tmp_path / "again")
+    same_files(tmp_path / "again", tmp_path / "trained")
 
 
 @two_ranks
@@ -867,59 +829,33 @@ def test_the_newest_good_checkpoint_is_loaded(ranks, tmp_path):
 @two_ranks
 @on_every_rank
 def test_a_model_on_meta_does_not_load_a_damaged_folder(ranks, tmp_path):
-    """A damaged or unsafe folder raises an error on all ranks there too."""
-    engine = build(ZeRO1Engine)
-    checkpoint.save(engine, tmp_path)
+    checkpoint.save(build(ZeRO1Engine), tmp_path)
     if dist.get_rank() == 0:
         flip(tmp_path / "000001" / "__1_0.distcp")
     dist.barrier()
-    for error in (checkpoint.Damaged, checkpoint.Unsafe):
-        with torch.device("meta"):
-            model = Zoo().double()
-        raised_on_every_rank(
-            error,
-            "000001",
-            ZeRO3Engine,
-            model,
-            ADAMW(groups_of(model)),
-            state_dict=tmp_path,
-            init_fn=torch.nn.init.ones_,
-        )
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (tmp_path / "000001" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-            (tmp_path / "000001" / "SHA256SUMS").unlink(missing_ok=True)
-        dist.barrier()
-    assert not (tmp_path / "ran").exists()
-
-
-@two_ranks
-@on_every_rank
-def test_a_list_that_runs_code_is_refused(ranks, tmp_path):
-    """`.metadata` is a pickle that calls a function. torch's own reader calls it; ours does not."""
-    engine = build(ZeRO2Engine)
-    path = checkpoint.save(engine, tmp_path).path
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-        (path / "SHA256SUMS").unlink()
-    dist.barrier()
-    is_refused(engine, path, checkpoint.Unsafe, "it asks for ")
-    assert not (tmp_path / "ran").exists()
-    dist.barrier()
-    with contextlib.suppress(Exception):
-        dcp.FileSystemReader(path).read_metadata()
-    assert (tmp_path / "ran").exists()
+    with torch.device("meta"):
+        model = Zoo().double()
+    raised_on_every_rank(
+        checkpoint.Damaged,
+        "000001",
+        ZeRO3Engine,
+        model,
+        ADAMW(groups_of(model)),
+        state_dict=tmp_path,
+        init_fn=fill,
+    )
 
 
 @two_ranks
 @on_every_rank
 def test_a_value_that_runs_code_is_refused(ranks, tmp_path):
-    """A learning rate that calls a function when it is unpickled. torch's own reader calls it; ours does not."""
+    """A learning rate that calls a function when it is unpickled. torch's own reader calls it; ours does not.
+
+    That a list of contents calls no function is tested in test_checkpoint_files.py.
+    """
     engine = build(ZeRO2Engine)
     if dist.get_rank() == 0:
         model, optimizer = torch_run()
-        optimizer.param_groups[0]["lr"] = Runs(tmp_path / "ran")
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
         state["optim"]["param_groups"][0]["lr"] = Runs(tmp_path / "ran")
         dcp.save(state, checkpoint_id=tmp_path / "evil", no_dist=True)
@@ -927,10 +863,6 @@ def test_a_value_that_runs_code_is_refused(ranks, tmp_path):
     dist.barrier()
     is_refused(engine, tmp_path / "evil", checkpoint.Unsafe, "tensors and plain values")
     assert not (tmp_path / "ran").exists()
-    dist.barrier()
-    with contextlib.suppress(Exception):
-        dcp.load({"optim": {"param_groups": [{"lr": 0.0}]}}, checkpoint_id=tmp_path / "evil", no_dist=True)
-    assert (tmp_path / "ran").exists()
 
 
 def with_another_shape(model):
@@ -943,13 +875,6 @@ def one_group(model):
     return [{"params": list(model.parameters())}]
 
 
-def with_scale(model):
-    first, second = groups_of(model)
-    first["params"].append(model.scale)
-    second["params"] = [param for param in second["params"] if param is not model.scale]
-    return [first, second]
-
-
 def without_mix(model):
     first, second = groups_of(model)
     first["params"] = [param for param in first["params"] if param is not model.mix]
@@ -959,70 +884,45 @@ def without_mix(model):
 
 @two_ranks
 @pytest.mark.parametrize(
-    "options, text",
+    "there, here, text",
     [
-        ({"odd": False}, "missing 'scale', 'empty'"),
-        ({"dtype": torch.float32}, "torch.float32 of shape"),
-        ({"groups": with_another_shape}, "'mix' is torch.float64 of shape (5, 3, 5)"),
-        ({"groups": one_group}, "different parameter groups. Group 0 here differs from the closest group there: only"),
-        ({"groups": with_scale}, "Group 0 here differs from the closest group there: only there 'scale'. Build"),
-        ({"groups": without_mix}, "Group 0 here differs from the closest group there: only here 'mix'. Build"),
-        ({"make_optimizer": OPTIMIZERS["adam"]}, "is from Adam, but the optimizer here is AdamW"),
-        ({"make_optimizer": OPTIMIZERS["sgd"]}, "is from SGD, but the optimizer here is AdamW"),
+        ({"odd": False}, {}, "missing 'scale', 'empty'"),
+        ({}, {"odd": False}, "unexpected 'scale', 'empty'"),  # DCP would load the values that fit
+        ({"dtype": torch.float32}, {}, "torch.float32 of shape"),
+        ({"groups": with_another_shape}, {}, "'mix' is torch.float64 of shape (5, 3, 5)"),
+        ({"groups": one_group}, {}, "Group 0 here differs from the closest group there: only"),
+        ({"groups": without_mix}, {}, "Group 0 here differs from the closest group there: only here 'mix'. Build"),
+        ({"make_optimizer": OPTIMIZERS["adam"]}, {}, "is from Adam, but the optimizer here is AdamW"),
     ],
 )
 @on_every_rank
-def test_another_run_is_refused(ranks, options, text, tmp_path):
+def test_another_run_is_refused(ranks, there, here, text, tmp_path):
     """A checkpoint of a different model or optimizer, although some values would fit."""
-    checkpoint.save(build(ZeRO3Engine, **options), tmp_path)
-    is_refused(build(ZeRO2Engine), tmp_path, ValueError, text)
+    checkpoint.save(build(ZeRO3Engine, **there), tmp_path)
+    is_refused(build(ZeRO2Engine, **here), tmp_path, ValueError, text)
 
 
 @two_ranks
 @on_every_rank
-def test_fewer_parameters_here_than_there_are_refused(ranks, tmp_path):
-    """DCP would load the values that fit. A model that has lost a layer is a different model."""
-    checkpoint.save(build(ZeRO3Engine), tmp_path)
-    is_refused(build(ZeRO2Engine, odd=False), tmp_path, ValueError, "unexpected 'scale', 'empty'")
-
-
-@two_ranks
-@on_every_rank
-def test_another_optimizer_of_torchs_own_is_refused(ranks, tmp_path):
-    """DCP does not save the optimizer's class, so it is checked by its options. Adam and AdamW differ in one option."""
-    if dist.get_rank() == 0:
-        model = seeded(Zoo)
-        optimizer = OPTIMIZERS["adam"](groups_of(model))
-        torch_save((model, optimizer), tmp_path / "theirs")
-    dist.barrier()
-    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "is not from AdamW")
-
-
-@two_ranks
-@on_every_rank
-def test_weights_alone_are_refused(ranks, tmp_path):
-    """A checkpoint of a model without an optimizer has a different layout."""
-    if dist.get_rank() == 0:
-        model = seeded(Zoo)
-        dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "flat", no_dist=True)
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "model", no_dist=True)
-    dist.barrier()
-    engine = build(ZeRO2Engine)
-    is_refused(engine, tmp_path / "flat", ValueError, "has a different model: missing")
-    is_refused(engine, tmp_path / "model", ValueError, "the optimizer state in ")
-
-
-@two_ranks
-@on_every_rank
-def test_numbers_in_place_of_names_are_refused(ranks, tmp_path):
-    """Scripts with DDP save `optimizer.state_dict()`. Its numbers follow the groups, so they fit no names here."""
+def test_what_torch_has_saved_is_refused_where_it_does_not_fit(ranks, tmp_path):
+    """Weights without an optimizer, a different optimizer, and numbers in place of names, which DDP scripts save."""
     if dist.get_rank() == 0:
         model, optimizer = torch_run()
         train_on_rank_0s_batches((model, optimizer), range(1))
         torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "plain.pt")
-        torch_save_to_dcp(tmp_path / "plain.pt", tmp_path / "theirs")
+        torch_save_to_dcp(tmp_path / "plain.pt", tmp_path / "numbers")
+        dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "weights", no_dist=True)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "model", no_dist=True)
+        torch_save((model, OPTIMIZERS["adam"](groups_of(model))), tmp_path / "adam")
     dist.barrier()
-    is_refused(build(ZeRO2Engine), tmp_path / "theirs", ValueError, "has numbers in place of parameter names")
+    engine = build(ZeRO2Engine)
+    for folder, text in (
+        ("numbers", "has numbers in place of parameter names"),
+        ("weights", "has a different model: missing"),
+        ("model", "the optimizer state in "),
+        ("adam", "is not from AdamW"),  # DCP does not save the class: Adam and AdamW differ in one option
+    ):
+        is_refused(engine, tmp_path / folder, ValueError, text)
 
 
 @two_ranks
@@ -1056,7 +956,7 @@ def test_loading_in_inference_mode_is_refused(ranks, tmp_path):
     train(engine, range(1))
 
 
-NOT_PLAIN = [len.__call__, numpy.zeros(2), {"a": [Runs(os.devnull)]}, lambda: None]
+NOT_PLAIN = [len.__call__, numpy.zeros(2), {"a": [Runs(os.devnull)]}]
 
 
 @two_ranks
@@ -1067,10 +967,8 @@ def test_what_could_not_be_loaded_is_not_saved(ranks, tmp_path):
     folder = tmp_path / "run"
     for value in NOT_PLAIN:
         raised_on_every_rank(ValueError, "'what' cannot be saved", checkpoint.save, engine, folder, what=value)
-    if dist.get_rank() == 1:
-        raised_on_every_rank(ValueError, "rank 1: 'what' cannot", checkpoint.save, engine, folder, what=len.__call__)
-    else:
-        raised_on_every_rank(ValueError, "rank 1: 'what' cannot", checkpoint.save, engine, folder, what=1)
+    one_ranks = NOT_PLAIN[0] if dist.get_rank() == 1 else 1
+    raised_on_every_rank(ValueError, "rank 1: 'what' cannot", checkpoint.save, engine, folder, what=one_ranks)
     engine.optimizer.param_groups[1]["note"] = NOT_PLAIN[0]
     raised_on_every_rank(ValueError, "'note' of parameter group 1", checkpoint.save, engine, folder)
     assert not folder.exists()
@@ -1115,8 +1013,7 @@ def files_of_at_most(nbytes):
 
 
 @two_ranks
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("in_background, full", [(False, 0), (True, 1)])
 @on_every_rank
 def test_a_full_disk_of_one_rank_is_an_error_on_all(ranks, in_background, full, tmp_path):
     """The error names the rank, no files are left, and the earlier checkpoint and the next save are good."""
@@ -1185,12 +1082,3 @@ def test_tensor_parallelism_is_refused(ranks, tmp_path):
     engine = ZeRO2Engine(model, ADAMW(model.parameters()), group=mesh["data"])
     for function in (checkpoint.save, checkpoint.async_save, checkpoint.load):
         raised_on_every_rank(ValueError, "tensor parallelism has split this model", function, engine, tmp_path)
-
-
-def test_a_run_on_one_rank_resumes(tmp_path):
-    """One rank writes one file, and needs no other rank."""
-    run_on_ranks(1, resume_on_one_rank, tmp_path)
-
-
-def resume_on_one_rank(folder):
-    is_resumed(build(ZeRO3Engine), build(ZeRO3Engine, seed=3), folder)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
+from zerolab.engine import ZeRO2Engine, checkpoint
 from zerolab.engine.checkpoint import metadata
 from zerolab.engine.checkpoint.reader import Folder
 from zerolab.engine.checkpoint.rectangles import Piece, cut_into_rectangles
@@ -82,15 +82,12 @@ def weights(engine):
 
 
 @pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize(
-    "stage", [ZeRO2Engine, *(pytest.param(s, marks=pytest.mark.long) for s in (ZeRO1Engine, ZeRO3Engine))]
-)
 @on_every_rank
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(ranks, stage, tmp_path):
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(ranks, tmp_path):
     """If a rank dies at any moment of a save, the last or the new checkpoint loads, and the next save cleans up."""
     rank = dist.get_rank()
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 3), nn.Flatten(), nn.Linear(18, 3)))
-    engine = stage(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    engine = ZeRO2Engine(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     run = tmp_path / "run"
     of_step = {}
     for step in (0, 1):
