@@ -5,7 +5,11 @@
 """
 
 import argparse
+import json
+import subprocess
 import sys
+import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -76,36 +80,51 @@ def runs_of(options: argparse.Namespace) -> list[Recordable]:
 
 @engine_file.named_in_errors()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
-    """The program of every rank: make one recording after the other, and report each when it is complete."""
-    ranks.start_rank(folder)
+    """The program of every rank: make one recording after the other, and write each into the folder."""
     device = "cpu" if options.bug is not None else options.device  # as the museum
     world = process_group.start("gloo" if options.bug is not None else options.backend, device)
     for run in runs_of(options):
         seen = record(run, world, options.tries)
         seen["about"] = {**run.about, "hardware": process_group.hardware(world.device), "torch": torch.__version__}
-        ranks.report(folder, run.name, world.rank, seen)
-        if seen["error"] is not None:  # the other ranks fail in this step too: let them report it
-            ranks.wait_for_reports(folder, run.name, world.world_size, 10)
+        json_file.write_whole(file_of(folder, run.name, world.rank), json.dumps(seen))
+        world.print(f"recorded: {run.title}")
+        if seen["error"] is not None:
+            # A rank that leaves makes the others fail in a different way than they would have.
+            until = time.monotonic() + 10
+            while seen_by_all(folder, run.name, world.world_size) is None and time.monotonic() < until:
+                time.sleep(0.01)
             return
     process_group.stop()
 
 
+def file_of(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}.{rank}.json"
+
+
+def seen_by_all(folder: Path, name: str, world_size: int) -> list[dict] | None:
+    """What each rank has recorded of a run, or None if a rank has not."""
+    files = [file_of(folder, name, rank) for rank in range(world_size)]
+    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None
+
+
 def record_all(options: argparse.Namespace, argv: list[str]) -> list[dict]:
-    """Start the ranks, and merge their recordings. Raises RuntimeError if a rank failed before its end."""
-    runs, found = {run.name: run for run in runs_of(options)}, []
-    command = ["-m", "extra.watch", *argv, "--on-ranks"]
-    with ranks.Ranks(command, options.ranks, seconds=600 * len(runs), quiet=True) as started:
-        for name, seen in started.verdicts(runs):
-            for rank, each in enumerate(seen):
-                if each.get("status") == "died":
-                    raise RuntimeError(f"{runs[name].title}: rank {rank} {each['error']}\n{started.end_of_output()}")
-            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
-            found.append(merge(seen, name, runs[name].title, about))
-            print(f"recorded: {runs[name].title}", flush=True)
-            if seen[0]["error"] is not None:
+    """Start the ranks, and merge their recordings. Raises RuntimeError if the ranks ended before they had recorded all.
+
+    A bug's last run may be missing, because its ranks end after the first error.
+    """
+    found, runs = [], runs_of(options)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *ranks.torchrun(options.ranks), "-m", "extra.watch", *argv, "--on-ranks", folder]
+        with ranks.started(command, env=ranks.environment(), stderr=subprocess.PIPE, text=True) as process:
+            _, errors = process.communicate()
+        for run in runs:
+            seen = seen_by_all(Path(folder), run.name, options.ranks)
+            if seen is None:
                 break
+            about = {**seen[0]["about"], "command": " ".join(["./launch.sh watch", *argv])}
+            found.append(merge(seen, run.name, run.title, about))
     if len(found) < len(runs) and not (found and options.bug is not None):
-        raise RuntimeError(f"the ranks ended before they had recorded all:\n{started.end_of_output()}")
+        raise RuntimeError(f"the ranks ended before they had recorded all:\n{errors[-3000:]}")
     return found
 
 

@@ -10,12 +10,10 @@ process_group.py), and this process prints the first one: all ranks raise the sa
 mistake, and after one has failed the others fail because it is gone.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
 from zerolab.run.command_line import ERRORS_ARE_COLLECTED
 
@@ -31,9 +29,6 @@ def main(argv: list[str]) -> int:
     # Without ranks there is nothing to end, so until torch sets its own handlers a signal ends this process at once.
     # Python's KeyboardInterrupt would end one of torch's imports with a traceback, or be lost in it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    failures = None
-    if argv[:1] == ["--failures"]:
-        _, failures, *argv = argv
     import torch.distributed as dist
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -50,9 +45,6 @@ def main(argv: list[str]) -> int:
     except SignalException as received:
         return 128 + received.sigval
     except ChildFailedError as error:
-        if failures is not None:
-            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            Path(failures).write_text(json.dumps(statuses))
         text, status = report(error.failures, options.max_restarts)
         print(text, end="", file=sys.stderr, flush=True)
         return status
