@@ -303,8 +303,9 @@ def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
     file = tmp_path / "mine.py"
     for line, instead in (
         ("shard /= self.world_size", "pass"),
-        ("work = dist", "shard.whole = whole; work = dist"),  # whole gradients stay as long as the shard's
+        ("work = reduce_scatter", "shard.whole = whole; work = reduce_scatter"),  # nothing is freed
     ):
+        assert line in free.read_text()
         file.write_text(free.read_text().replace(line, instead))
         status, said = run(capfd, "zero2", "--file", str(file))
         assert status == 1 and "FAILED All steps" in said, said
