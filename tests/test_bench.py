@@ -67,12 +67,11 @@ def test_every_sweep_runs_and_its_choices_differ_in_their_labels():
     assert [*bench.variants_of(bench.arguments(["--sweeps", "bucket"]))] == ["bucket size, zero1", "bucket size, zero2"]
 
 
-def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path, monkeypatch, capsys):
+def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path, monkeypatch):
     file, few = tmp_path / "host.json", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
     monkeypatch.setattr(bench, "many_small_parameters", lambda: nn.Sequential(*copy.deepcopy(few)))
     monkeypatch.setattr("gc.disable", lambda: None)
-    bench.main(["--host", "zero3", "--rounds", "1", "--json", str(file)])
-    assert "functions with the most time" in capsys.readouterr().out
+    bench.main(["--host", "--rounds", "1", "--json", str(file)])
     rows = json.loads(file.read_text())["host"]
     assert {"plain", "ddp", "zero1", "zero2", "zero3", "zero3 engine", "fsdp2"} <= {*rows}
     assert all(row["step_ms"] > 0 for row in rows.values())

@@ -27,8 +27,6 @@ MISTAKES = {
     "compare 2 --slow-rank=2:0.1": "--slow-rank 2: the ranks are 0 to 1",
     "compare --slow-rank 1:0.1 --timed-steps 0": "--timed-steps 0 leaves none",
     "bench --host --engines ddp": "--engines does nothing beside --host",
-    "bench --width 10 --heads 4": "got width 10, heads 4",
-    "bench --ratios {files}/wrong.json": "{files}/wrong.json is no report",
     "memory 0": "N must be 1 to 1,000,000 ranks, got 0",
     "memory --preset 8b": "'8b'",
     "memory 64 --up-to 4": "--up-to 4 chooses the numbers of ranks",

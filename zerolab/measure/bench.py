@@ -1,19 +1,15 @@
 """`./launch.sh bench`: step times and peaks of engines and options that take turns in one run.
 
-    ./launch.sh bench 2                     all engines; --layers 12 --width 768 and others for a model of your size
+    ./launch.sh bench 2                     all engines
     ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: only units
-    ./launch.sh bench --host                the host's time, with many small parameters; --host zero3: a profile
-    ./launch.sh bench --ratios FILE...      ratios of step times over several launches of the referee
+    ./launch.sh bench --host                the host's time, with many small parameters
 
 All numbers are measured in this run. Peaks and collectives are measured first, with one engine alive at a time.
 """
 
 import argparse
-import cProfile
 import gc
-import pstats
 import statistics
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zerolab.measure import bench_options, fake_ranks, tables
-from zerolab.measure.interleaved import lines_of_ratios, take_turns
+from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
@@ -44,9 +40,6 @@ peak MB      the most that was alive at once in a step, in 10^6 bytes
 
 def arguments(argv=None) -> argparse.Namespace:
     options = bench_options.arguments(argv)
-    options.config = replace(preset(options.preset), **options.shape)
-    if options.host:
-        engines.chosen(options.host, "bench", ON_HOST)
     options.engines = engine_file.chosen(options, "bench", ENGINES)
     return options
 
@@ -95,11 +88,11 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
 @engine_file.named_in_errors()
 def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, world: World) -> dict[str, dict]:
     """{label: what was measured}, as the maximum over the ranks. A collective."""
-    found = {}
+    config, found = preset(options.preset), {}
     for label in with_progress(variants, "peaks and collectives", world.rank == 0):
-        found[label] = peaks_and_collectives(variants[label], batch, options.config, world)
+        found[label] = peaks_and_collectives(variants[label], batch, config, world)
         gc.collect()
-    alive = {label: build_variant(variant, options.config, world) for label, variant in variants.items()}
+    alive = {label: build_variant(variant, config, world) for label, variant in variants.items()}
     steps = {label: partial(engine.training_step, *batch, next_token_loss) for label, engine in alive.items()}
     times = rows_of_times(take_turns(steps, options.rounds, world))
     del alive, steps
@@ -115,44 +108,25 @@ def many_small_parameters() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def host_times(options: argparse.Namespace, world: World, build) -> dict[str, dict]:
-    """{engine: time per step with many small parameters}, which is the host's time.
+def host_times(options: argparse.Namespace) -> dict[str, dict]:
+    """{engine: time per step with many small parameters}, which is the host's time, of rank 0 of 8.
 
-    `build` is `engines.build`, or `fake_ranks.build_alone`.
+    The process group moves nothing.
     """
-    x, y = torch.randn(2, 4, device=world.device), torch.randn(2, 4, device=world.device)
-    steps = {}
-    for label, variant in with_their_engines(ON_HOST).items():
-        name = "single" if label == "plain" else variant["name"]
-        model = many_small_parameters().to(world.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        engine = build(name, model, optimizer, world.device, **prepare(variant, model))
-        steps[label] = partial(engine.training_step, x, y, F.mse_loss)
-    times = take_turns(steps, options.rounds, world)
-    for label in steps:
-        if options.host and label in (options.host, f"{options.host} engine"):
-            profile(label, steps[label])
-    del engine, steps
-    gc.collect()  # DDP's reducer, before its group
-    return rows_of_times(times)
-
-
-def host_times_alone(options: argparse.Namespace) -> dict[str, dict]:
-    """`host_times` of rank 0 of 8 on a process group that moves nothing."""
     world = World(0, 8, torch.device("cpu"), "fake", "")
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    steps = {}
     with fake_ranks.fake_ranks(world.world_size):
-        return host_times(options, world, fake_ranks.build_alone)
-
-
-def profile(name: str, step) -> None:
-    """Print the ten functions in which the host spends most time in ten steps of the engine `name`."""
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(10):
-        step()
-    profiler.disable()
-    print(f"\n{name}, 10 steps under Python's profiler, the functions with the most time:")
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(10)
+        for label, variant in with_their_engines(ON_HOST).items():
+            name = "single" if label == "plain" else variant["name"]
+            model = many_small_parameters()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+            engine = fake_ranks.build_alone(name, model, optimizer, world.device, **prepare(variant, model))
+            steps[label] = partial(engine.training_step, x, y, F.mse_loss)
+        times = take_turns(steps, options.rounds, world)
+        del engine, steps
+        gc.collect()  # DDP's reducer, before its group
+    return rows_of_times(times)
 
 
 def cells_of_steps(title: str, label: str, row: dict) -> dict[str, str]:
@@ -186,11 +160,12 @@ def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
 
 def on_ranks(options: argparse.Namespace) -> None:
     """Measure, print and write the tables. A collective."""
-    text = load_text(None, options.config.seq)
+    config = preset(options.preset)
+    text = load_text(None, config.seq)
     world = process_group.start(options.backend, options.device)
     batch = Batches(text, options.batch, options.seq, 0, world.device)(0, world.rank)
     about = [__doc__.splitlines()[0], f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}"]
-    shape = f"GPT of {number_of_parameters(options.config):,} parameters"
+    shape = f"GPT of {number_of_parameters(config):,} parameters"
     about.append(f"{shape}, {options.batch} sequence(s) of {options.seq} tokens per rank; AdamW, float32")
     world.print(tables.wrapped("\n".join([*about, MEANINGS])))
     found = {}
@@ -214,12 +189,10 @@ def on_ranks(options: argparse.Namespace) -> None:
 
 def main(argv=None) -> None:
     options = arguments(argv)
-    if options.ratios:
-        return print("\n".join(lines_of_ratios(options.ratios)))
     gc.collect()
     gc.disable()  # a collection would fall into one engine's step and not into another's
-    if options.host is not None:
-        rows = host_times_alone(options)
+    if options.host:
+        rows = host_times(options)
         print("host time per step, rank 0 of 8 on the fake group, 408 parameters in 34 units:\n")
         print(table_of_steps("engine", rows))
         json_file.write(options.json, json_file.about(torch.device("cpu"), "bench") | {"host": rows})

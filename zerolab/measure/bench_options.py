@@ -3,7 +3,7 @@
 import argparse
 
 from zerolab.measure.sweeps import SWEEPS
-from zerolab.run.names import PRESETS, SHAPE, engines_of
+from zerolab.run.names import engines_of
 from zerolab.run.shared_options import (
     ENGINE,
     RANKS,
@@ -17,10 +17,8 @@ from zerolab.run.shared_options import (
     check_engines,
     check_seq,
     check_writable,
-    existing_file,
     make_parser,
     positive_int,
-    vocabulary,
 )
 
 DESCRIPTION = f"""\
@@ -38,16 +36,6 @@ EXAMPLES = """\
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("bench [N]", DESCRIPTION, EXAMPLES)
     add_preset(parser)
-    parser.add_argument("--layers", type=positive_int, help="the number of transformer blocks (default: the preset's)")
-    parser.add_argument(
-        "--width", type=positive_int, help="the width of the blocks, a multiple of --heads (default: the preset's)"
-    )
-    parser.add_argument("--heads", type=positive_int, help="the number of attention heads (default: the preset's)")
-    parser.add_argument(
-        "--vocab",
-        type=vocabulary,
-        help="the size of the vocabulary, 256 or more because each byte is a token (default: the preset's)",
-    )
     add_engines(parser, engines_of("bench"))
     add_engine_file(parser)
     parser.add_argument(
@@ -72,36 +60,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     instead.add_argument(
         "--host",
-        nargs="?",
-        const="",
-        metavar="ENGINE",
-        help="measure the time that Python needs for a step of a model with many small parameters; with ENGINE, also "
-        "print the functions in which this engine spends most of the time",
-    )
-    instead.add_argument(
-        "--ratios",
-        nargs="+",
-        type=existing_file,
-        metavar="FILE",
-        help="measure nothing, and print ratios of step times, such as zero1 / ddp, from these files, which compare "
-        "--json has written",
+        action="store_true",
+        help="measure the time that Python needs for a step of a model with many small parameters",
     )
     options = parser.parse_args(argv)
-    parser.beside("--ratios")
     parser.beside("--host", "--rounds", "--json")
-    shape = [f"--{name}" for name in SHAPE]
-    parser.beside(
-        "--sweeps", "--preset", *shape, "--rounds", "--batch", "--seq", "--backend", "--device", "--json", "--anyway"
-    )
+    parser.beside("--sweeps", "--preset", "--rounds", "--batch", "--seq", "--backend", "--device", "--json", "--anyway")
     check_engines(parser, options)
     if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
         parser.error(f"no sweep has {options.sweeps!r} in its name. The sweeps are: {'; '.join(SWEEPS)}")
-    if options.host:
-        check_engines(parser, argparse.Namespace(engines=options.host))
     check_seq(parser, options)
-    options.shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
-    shape = PRESETS[options.preset] | options.shape
-    if shape["width"] % shape["heads"]:
-        parser.error(f"--width must be a multiple of --heads, got width {shape['width']}, heads {shape['heads']}")
     check_writable("--json", options.json)
     return options

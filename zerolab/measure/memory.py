@@ -8,12 +8,6 @@ Run it: ./launch.sh memory 8 --preset 7b
 """
 
 import argparse
-import contextlib
-import multiprocessing
-import os
-import signal
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 
 import torch
 
@@ -27,13 +21,11 @@ from zerolab.measure.traffic import KINDS
 from zerolab.run import engines as registry
 from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.model import number_of_parameters, preset
-from zerolab.run.parent import end_with_parent
 from zerolab.run.progress import with_progress
 
 CONDITIONS = ("ranks", "preset", "dtype", "batch", "accumulate", "seq", "checkpoint_activations", "device")
 ARTICLE = '"AI in Multiple GPUs: ZeRO & FSDP"'
 SHORT = {"gathered units": "gathered", "gradients in flight": "in flight", "batch and buffers": "batch"}
-OTHER_PEAKS = {"ledger_peak_bytes": "the live storages, which the parts add up to", "dry_run_peak_bytes": "the dry run"}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,43 +45,17 @@ def measure_alone(name: str, options: argparse.Namespace) -> dict:
         return row_of(name, options)
 
 
-def measure_all(options: argparse.Namespace, keep=lambda results: None) -> dict:
-    """The JSON of `./launch.sh memory` for the engines of `options`. `keep` is called with it after each engine."""
+def measure_all(options: argparse.Namespace) -> dict:
+    """The JSON of `./launch.sh memory` for the engines of `options`."""
     engines = {}
     results = {"parameters": number_of_parameters(preset(options.preset))}
     results |= {name: getattr(options, name) for name in CONDITIONS}
     device = torch.device("cpu" if options.device == "fake" else options.device)
     results |= json_file.about(device, "memory") | {"engines": engines}
-    with fake_ranks(options.ranks), predicted_peaks(options) as predicted:
+    with fake_ranks(options.ranks):
         for name in with_progress(options.engines, f"engines on {options.ranks} ranks"):
             engines[name] = row_of(name, options)
-            if options.device != "fake":
-                engines[name]["dry_run_peak_bytes"] = predicted[name].result()
-            keep(results)
     return results
-
-
-@contextlib.contextmanager
-def predicted_peaks(options: argparse.Namespace):
-    """On a GPU also the peaks of a dry run: {engine: Future}. Other processes compute them while the GPU works."""
-    if options.device == "fake":
-        yield {}
-        return
-    workers = max(1, min(len(options.engines), os.cpu_count() // 2))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, begin_without_gpu) as pool:
-        yield {name: pool.submit(predicted_peak, name, options) for name in options.engines}
-
-
-def begin_without_gpu() -> None:
-    """Hide the GPU from a process that predicts. Otherwise an optimizer's step would allocate memory there."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    end_with_parent(signal.SIGKILL)
-
-
-def predicted_peak(name: str, options: argparse.Namespace) -> int:
-    """One engine's peak by the dry run, in a process without a process group."""
-    return measure_alone(name, argparse.Namespace(**vars(options) | {"device": "fake"}))["peak_bytes"]
 
 
 def print_wrapped(text: str) -> None:
@@ -130,7 +96,7 @@ def all_tables(results: dict) -> str:
     lines += ["", *gpu_lines(engines)]
     held = f"Held by one rank right before the update, {unit}"
     lines += ["", f"{held}, and {formula_name(results)}:", *held_table(ran, size)]
-    lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, unit, size)]
+    lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, size)]
     lines += state_table(ran, results["dtype"], unit, size)
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
@@ -158,18 +124,19 @@ def held_table(engines: dict[str, dict], size: float) -> list[str]:
     return tables.text(rows, rule=False)
 
 
-def peak_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
-    """The peak, where it is, its parts, and other measurements of it."""
+def peak_table(engines: dict[str, dict], size: float) -> list[str]:
+    """The peak, where it is, and its parts. On a GPU the peak is the allocator's, and the parts are live storages."""
     rows = [["engine", "peak", "step", "module", *(SHORT.get(part, part) for part in PARTS)]]
     more = []
     for name, row in engines.items():
         where = row["peak_where"]
         parts = [f"{row['peak_parts'].get(part, 0) / size:.3f}" for part in PARTS]
         rows.append([name, f"{row['peak_bytes'] / size:.3f}", where["step"], where["module"] or "-", *parts])
-        for other, what in OTHER_PEAKS.items():
-            if other in row:
-                off, there = row["peak_bytes"] / row[other] - 1, f"{row[other] / size:.3f} {unit}"
-                more.append(f"  {name}: the allocator's peak is {off:+.2%} from {what} ({there})")
+        if "ledger_peak_bytes" in row:
+            off = row["peak_bytes"] / row["ledger_peak_bytes"] - 1
+            more.append(
+                f"  {name}: the allocator's peak is {off:+.2%} from the live storages, which the parts add up to"
+            )
     return [*tables.text(rows, left=(0, 2, 3), rule=False), *more]
 
 
@@ -223,9 +190,7 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
     ]
     for name, row in engines.items():
         if "out_of_memory" in row:
-            predicted = row.get("dry_run_peak_bytes")  # only where there is a GPU
-            prediction = f" The dry run predicts a peak of {predicted / 1e9:.1f} GB." if predicted else ""
-            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}.{prediction}")
+            lines.append(f"  {name}: OUT OF MEMORY here. {row['out_of_memory']}.")
             continue
         fits = fits_on(row["peak_bytes"])
         answer = f"from {fits[0]} GB on" if fits else "on none of them"
@@ -244,7 +209,7 @@ def main() -> None:
     if options.up_to:
         results = measure_up_to(options)
     else:
-        results = measure_all(options, partial(json_file.write, options.json, indent=None, whole=False))
+        results = measure_all(options)
         print_wrapped("\n" + all_tables(results))
     json_file.write(options.json, results, indent=None)
 

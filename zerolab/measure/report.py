@@ -3,16 +3,15 @@
     ./launch.sh report                          in a new folder, report-DATE-TIME, within 10 minutes
     ./launch.sh report FOLDER --minutes 5
 
-It runs a list of commands, starting with the ones that show the most. Each has a time limit, and what no longer fits
-into the minutes is listed as left out. A command that fails or hangs is reported, and the others still run. The page
-is written after each command, so if the report is killed, even by `kill -9`, one command is lost.
+It runs a list of commands, starting with the ones that show the most. Each has a time limit, and what has not begun
+when the minutes are over is listed as left out. A command that fails or hangs is reported, and the others still run.
+The page is written after each command, so if the report is killed, even by `kill -9`, one command is lost.
 """
 
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from zerolab.engine import accelerator
 from zerolab.measure import report_options, tables
 from zerolab.run import process_group, ranks
 from zerolab.run.command_line import one_line
@@ -32,214 +32,105 @@ from zerolab.run.json_file import write_whole
 ENDING = 5  # seconds kept for ending the last command
 TITLES = ["machine", "torch", "ranks", "runs of an engine with DDP's losses", "tests passed"]
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
+WITH_THEIR_PEERS = "ddp,zero1,zero2,zero3,fsdp2_no_reshard,fsdp2"
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the report.
-
-    `line` is what a reader types in the project's folder. It begins only if `least` seconds are left, and is ended
-    after `limit` seconds.
-    """
+    """What it shows, what a reader types in the project's folder, and after how many seconds it is ended."""
 
     shows: str
     line: str
-    least: int
     limit: int
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained on one GPU. The tests take smaller models.
-
-    `shared` is the preset for two ranks that share the GPU over gloo, `single` the preset for one rank over NCCL with
-    `batch` sequences. It is large enough that kernels and not launches take the time. `memory` are presets for one rank
-    of eight with `seq` tokens. The (preset, engine) pairs in `too_large` are meant not to fit. `tests` are pytest's
-    arguments.
-    """
-
-    shared: str = "tiny"
-    single: str = "medium"
-    batch: int = 8
-    memory: tuple[str, ...] = ("1b", "7b")
-    seq: int = 512
-    too_large: tuple[tuple[str, str], ...] = (("7b", "ddp"),)
-    tests: str = "tests/test_cuda.py"
-
-
-SIZES = Sizes()
-WITH_THEIR_PEERS = "ddp,zero1,zero2,zero3,fsdp2_no_reshard,fsdp2"
-
-
-def chosen_commands(folder: str, gpus: int, sizes: Sizes) -> list[Command]:
+def chosen_commands(folder: str, gpus: int) -> list[Command]:
     """The commands for a machine with this number of GPUs, which write their files into `folder`."""
-    if gpus == 0:
-        return on_a_cpu(folder)
-    if gpus == 1:
-        return on_one_gpu(folder, sizes)
-    return on_several_gpus(folder, gpus)
-
-
-def on_a_cpu(folder: str) -> list[Command]:
-    """With seconds for two cores."""
+    first, last = on_gpus(folder, gpus) if gpus else on_a_cpu(folder)
+    number_of_ranks = max(2, gpus)
     return [
-        compare("float32, two ranks", f"{folder}/compare-2-fp32.json", 2, "tiny", timed_steps=0, limit=120),
+        *first,
+        Command(
+            "A step of ZeRO-3 event by event, and its trace",
+            f"./launch.sh zero3 {number_of_ranks} --preset tiny --steps 3 --trace {folder}/trace-zero3.json",
+            limit=60,
+        ),
+        *last,
+        Command("The host's time per step", f"./launch.sh bench --host --json {folder}/host.json", limit=60),
+        Command(
+            "Bucket size, units, prefetch and recomputation",
+            f"./launch.sh bench {number_of_ranks} --sweeps --preset tiny --rounds 4 --json {folder}/sweeps.json",
+            limit=180,
+        ),
+        chapter("zero2", number_of_ranks),
+        chapter("zero1", number_of_ranks),
+        Command("The environment", "python -W ignore -m torch.utils.collect_env", limit=60),
+    ]
+
+
+def on_a_cpu(folder: str) -> tuple[list[Command], list[Command]]:
+    """What comes first and last of the commands for a CPU. The limits are for two cores."""
+    compare = "./launch.sh compare 2 --preset tiny"
+    first = [
+        referee("float32, two ranks", f"{compare} --steps 5 --timed-steps 0 --json {folder}/compare-2-fp32.json"),
         chapter("zero3", 2),
-        compare("bfloat16, two ranks", f"{folder}/compare-2-bf16.json", 2, "tiny", dtype="bf16", limit=240),
+        referee("bfloat16, two ranks", f"{compare} --dtype bf16 --steps 5 --json {folder}/compare-2-bf16.json"),
         Command(
             "The chapters' promises: losses of one process, bytes held and sent",
             "./launch.sh conform zero1.py zero2.py zero3.py",
-            least=30,
             limit=240,
         ),
-        compare("float32, four ranks", f"{folder}/compare-4-fp32.json", 4, "toy", limit=120),
+        referee("float32, four ranks", f"./launch.sh compare 4 --preset toy --json {folder}/compare-4-fp32.json"),
+    ]
+    last = [
         Command(
             "Memory of one rank of eight with 7e9 parameters, by a dry run",
             f"./launch.sh memory 8 --preset 7b --json {folder}/memory-7b.json",
-            least=60,
             limit=240,
         ),
-        compare(
+        referee(
             "step times",
-            f"{folder}/compare-times.json",
-            2,
-            "tiny",
-            steps=3,
-            engines=WITH_THEIR_PEERS,
-            breakdown=True,
-            limit=240,
+            f"{compare} --steps 3 --engines {WITH_THEIR_PEERS} --breakdown --json {folder}/compare-times.json",
         ),
-        trace(folder),
-        Command(
-            "The host's time per step",
-            f"./launch.sh bench --host zero3 --json {folder}/host.json",
-            least=20,
-            limit=60,
-        ),
-        sweeps(folder, 2),
-        chapter("zero2", 2),
-        chapter("zero1", 2),
-        environment(),
     ]
+    return first, last
 
 
-def on_one_gpu(folder: str, sizes: Sizes) -> list[Command]:
-    """With seconds estimated for an H100 and 16 cores: the GPU's from FLOP and bytes, the host's from runs on CPUs."""
-    one_rank = {"engines": WITH_THEIR_PEERS, "batch": sizes.batch, "steps": 4, "timed_steps": 5}
-    fp32, bf16 = f"{folder}/compare-1-fp32.json", f"{folder}/compare-1-bf16.json"
-    presets = " ".join(sizes.memory)
-    return [
-        *cards(),
-        chapter("zero3", 1),
-        chapter("zero3", 2),
-        compare("float32, two ranks share the GPU", f"{folder}/compare-2-fp32.json", 2, sizes.shared, limit=90),
-        compare("float32, one rank", fp32, 1, sizes.single, **one_rank, limit=120),
-        compare("bfloat16, one rank", bf16, 1, sizes.single, dtype="bf16", **one_rank, limit=90),
-        Command(
-            "Memory of one rank of eight, by real allocations, and the dry run's prediction",
-            f"python -m zerolab.measure.one_gpu memory {folder} --presets {presets} --seq {sizes.seq}",
-            least=40,
-            limit=120,
-        ),
-        Command(
-            "The host's time per step, one rank",
-            f"torchrun --nproc-per-node 1 -m zerolab.measure.one_gpu host {folder}",
-            least=15,
-            limit=45,
-        ),
-        Command("The tests for GPUs", f"./launch.sh test {sizes.tests} -q -rfEs", least=60, limit=200),
-        trace(folder, sizes.shared),
-        sweeps(folder, 2, sizes.shared),
-        chapter("zero2", 2),
-        chapter("zero1", 2),
-        environment(),
-    ]
+def on_gpus(folder: str, gpus: int) -> tuple[list[Command], list[Command]]:
+    """What comes first and last of the commands for GPUs.
 
-
-def on_several_gpus(folder: str, gpus: int) -> list[Command]:
-    """A rank on each GPU, over NCCL."""
-    found = [
-        *cards(),
+    The referee trains a preset that is large enough that kernels take the time, and not launches. A GPU also runs rank
+    0 of 8 by itself, with short sequences, so that ZeRO-1 with 7e9 parameters fits on a card of 80 GB. DDP does not.
+    """
+    sharing = max(2, gpus)  # two ranks share one GPU, over gloo
+    compare = f"./launch.sh compare {gpus} --preset medium --batch 8 --steps 4 --timed-steps 5"
+    compare += f" --engines {WITH_THEIR_PEERS}"
+    memory = f"./launch.sh memory 8 --seq 512 --device {accelerator.kind()}"
+    allocations = "Memory of one rank of eight, by real allocations"
+    first = [
         chapter("zero3", gpus),
-        compare(f"float32, {gpus} ranks", f"{folder}/compare-{gpus}-tiny-fp32.json", gpus, "tiny", limit=90),
-    ]
-    for preset in ("medium", "1b"):
-        for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16")):
-            own = {"dtype": dtype, "engines": WITH_THEIR_PEERS, "batch": 1, "breakdown": True, "limit": 120}
-            file = f"{folder}/compare-{gpus}-{preset}-{dtype}.json"
-            found.append(compare(f"{name}, {gpus} ranks", file, gpus, preset, **own))
-    return [
-        *found,
-        Command(
-            "Memory of one rank of eight, by real allocations, and the dry run's prediction",
-            f"python -m zerolab.measure.one_gpu memory {folder}",
-            least=40,
-            limit=180,
+        referee(
+            "float32, the model tiny",
+            f"./launch.sh compare {sharing} --preset tiny --steps 5 --json {folder}/compare-{sharing}-tiny.json",
         ),
-        Command("The tests for GPUs", "./launch.sh test tests/test_cuda.py -q -rfEs", least=60, limit=240),
-        trace(folder, "tiny", gpus),
-        sweeps(folder, gpus),
-        compare("float32, FSDP1", f"{folder}/compare-{gpus}-fsdp1.json", gpus, "tiny", engines="ddp,fsdp1", limit=90),
-        environment(),
+        referee("float32", f"{compare} --json {folder}/compare-{gpus}-fp32.json"),
+        referee("bfloat16", f"{compare} --dtype bf16 --json {folder}/compare-{gpus}-bf16.json"),
     ]
+    last = [
+        Command(allocations, f"{memory} --preset 1b --json {folder}/memory-1b.json", limit=120),
+        Command(allocations, f"{memory} --preset 7b --json {folder}/memory-7b.json", limit=120),
+        Command("The tests for GPUs", "./launch.sh test tests/test_cuda.py -q -rfEs", limit=240),
+    ]
+    return first, last
 
 
 def chapter(name: str, number_of_ranks: int) -> Command:
     line = f"torchrun --nproc-per-node {number_of_ranks} {name}.py"
-    return Command(f"A chapter, {number_of_ranks} rank(s)", line, least=10, limit=90)
+    return Command(f"A chapter, {number_of_ranks} rank(s)", line, limit=90)
 
 
-def compare(
-    what: str,
-    file: str,
-    number_of_ranks: int,
-    preset: str,
-    limit: int,
-    dtype: str = "fp32",
-    engines: str | None = None,
-    batch: int | None = None,
-    steps: int = 5,
-    timed_steps: int = 6,
-    least: int = 30,
-    breakdown: bool = False,
-) -> Command:
-    """The referee, started by torchrun."""
-    line = f"torchrun --nproc-per-node {number_of_ranks} fsdp2_compare.py --preset {preset} --dtype {dtype}"
-    line += f" --steps {steps} --timed-steps {timed_steps} --json {file}"
-    if engines:
-        line += f" --engines {engines}"
-    if batch:
-        line += f" --batch {batch}"
-    if breakdown:
-        line += " --breakdown"
-    return Command(f"The referee: {what}", line, least, limit)
-
-
-def trace(folder: str, preset: str = "tiny", number_of_ranks: int = 2) -> Command:
-    line = f"./launch.sh zero3 {number_of_ranks} --preset {preset} --steps 3 --trace {folder}/trace-zero3.json"
-    return Command("A step of ZeRO-3 event by event, and its trace", line, least=20, limit=60)
-
-
-def sweeps(folder: str, number_of_ranks: int, preset: str = "tiny") -> Command:
-    line = f"./launch.sh bench {number_of_ranks} --sweeps --preset {preset} --rounds 4 --json {folder}/sweeps.json"
-    return Command("Bucket size, units, prefetch and recomputation", line, least=30, limit=180)
-
-
-def environment() -> Command:
-    return Command("The environment", "python -W ignore -m torch.utils.collect_env", least=5, limit=60)
-
-
-def cards() -> list[Command]:
-    """Driver and cards, where there is a program that lists them."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    return [Command("The GPUs and their driver", "nvidia-smi", least=1, limit=20)]
-
-
-def seconds_for(command: Command, left: float) -> float:
-    """How long the command may take if this number of seconds is left. 0 means that it does not start."""
-    left -= ENDING
-    return min(command.limit, left) if left >= command.least else 0
+def referee(what: str, line: str) -> Command:
+    return Command(f"The referee: {what}", line, limit=240)
 
 
 @dataclass
@@ -295,7 +186,7 @@ class Page:
 
     folder: Path
     about: str
-    left_out: dict[str, str]  # {line: why}; in the beginning all of them
+    left_out: list[str]  # the lines of the commands that have not ended; in the beginning all of them
     ended: dict[Command, Ended]
 
     def write(self) -> None:
@@ -305,8 +196,8 @@ class Page:
         parts = [f"# {row[0]}", tables.markdown([TITLES, row]), self.about]
         parts.append("\n".join(["What has failed:", "", *failed] if failed else ["No command has failed."]))
         if self.left_out:
-            left_out = [f"- `{line}` ({why})" for line, why in self.left_out.items()]
-            parts.append("\n".join(["What was left out:", "", *left_out]))
+            left_out = [f"- `{line}`" for line in self.left_out]
+            parts.append("\n".join(["What was left out, because the minutes were over:", "", *left_out]))
         for command, end in self.ended.items():
             parts.append(f"## {command.shows}\n\n`{command.line}`: {end.how}\n\n```\n{end.printed}\n```")
         write_whole(self.folder / "report.md", "\n\n".join(parts) + "\n")
@@ -321,22 +212,19 @@ def main(argv: list[str] | None = None, began: float | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     load = f"{os.getloadavg()[0]:.1f} processes at work on {os.cpu_count()} cores when it began"
     about = f"Written by `./launch.sh report --minutes {options.minutes:g}` on {time.strftime('%Y-%m-%d')}; {load}."
-    chosen = chosen_commands(str(folder), process_group.count_gpus(), SIZES)
-    page = Page(folder, about, {command.line: "had not ended when this page was written" for command in chosen}, {})
+    chosen = chosen_commands(str(folder), process_group.count_gpus())
+    page = Page(folder, about, [command.line for command in chosen], {})
     page.write()
     for index, command in enumerate(chosen, 1):
-        left = 60 * options.minutes - (time.time() - began)
-        seconds = seconds_for(command, left)
+        left = 60 * options.minutes - (time.time() - began) - ENDING
+        if left <= 0:
+            print(f"left out, because the minutes are over: {len(page.left_out)} command(s)", flush=True)
+            break
         print(f"{index} of {len(chosen)}: {command.line}", flush=True)
-        if not seconds:
-            page.left_out[command.line] = f"needs {command.least} s or more, and {max(0, left - ENDING):.0f} were left"
-            print(f"  left out: {page.left_out[command.line]}", flush=True)
-            continue
-        page.ended[command] = run(command.line, seconds, command.limit)
+        page.ended[command] = run(command.line, min(command.limit, left), command.limit)
         print(f"  {page.ended[command].how}", flush=True)
-        del page.left_out[command.line]
+        page.left_out.remove(command.line)
         page.write()
-    page.write()
     print(f"written: {folder}/report.md; please send the folder")
     return int(any(end.failed for end in page.ended.values()))
 

@@ -21,7 +21,7 @@ def parameters(shape: dict[str, int]) -> int:
 
 def needed(options: argparse.Namespace, preset: str, engines: list[str], world_size: int) -> float:
     """Bytes that a rank needs at least. All engines are alive while they are timed, else one at a time."""
-    number = parameters(PRESETS[preset] | getattr(options, "shape", {}))
+    number = parameters(PRESETS[preset])
     states = []
     for name in engines:
         shards = ENGINES[name].shards if name in ENGINES else ()  # an engine in a file may shard nothing

@@ -421,8 +421,7 @@ def main(argv: list[str]) -> int:
     ranks = take_ranks(command, words) if program.ranked else None
     options = read_options(command, words)
     check_variables(command)
-    needs_no_ranks = command == "bench" and (options.host is not None or options.ratios)
-    if not program.ranked or needs_no_ranks:
+    if not program.ranked or (command == "bench" and options.host):
         replace_by(environment(command), "-m", program.module, *program.first, *words)
     gpus = count_gpus()
     if ranks is None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())  # {name: the shape of a GPT}
-SHAPE = ("layers", "width", "heads", "vocab")  # of a model, in place of the preset's
 CHAPTERS = ("zero1", "zero2", "zero3")
 
 

@@ -52,10 +52,6 @@ def non_negative_int(text: str) -> int:
     return whole_number(text, 0)
 
 
-def vocabulary(text: str) -> int:
-    return whole_number(text, 256)  # text is bytes
-
-
 def non_negative_float(text: str) -> float:
     try:
         number = float(text)
