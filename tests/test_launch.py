@@ -19,49 +19,38 @@ import started
 import torch
 import torch.distributed as dist
 import typed_commands
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
 from zerolab.run import launch, progress, torchrun
 from zerolab.run import ranks as run_ranks
-from zerolab.run.engines import ENGINES, named
-from zerolab.run.model import GPT, preset
+from zerolab.run.engines import ENGINES
 from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import World
 from zerolab.run.ranks import ROOT
 
 
 def test_the_referee_compares(tmp_path):
-    file = tmp_path / "out.json"
-    options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2", "--slow-rank", "1:0.01")
-    names = named("compare")
-    engines = ",".join([*names, "fsdp1", "fsdp1_article"])
-    result = started.launch("compare", "2", *options, "--engines", engines, "--json", str(file))
+    """What its report has of each engine. tests/conformance compares the training of all engines."""
+    names, file = ("single", "ddp", "zero1", "zero3", "fsdp2"), tmp_path / "out.json"
+    options = ("--preset", "toy", "--steps", "4", "--timed-steps", "1", "--batch", "2")
+    result = started.launch("compare", "2", *options, "--engines", ",".join(names), "--json", str(file))
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(file.read_text())
-    assert "MATCH: all 10 engines train alike." in result.stdout
-    assert "torchrun --standalone --nproc-per-node 2 -m fsdp2_compare" in result.stdout
-    assert "Warning" not in result.stderr and "Warning" not in result.stdout, result.stderr[-3000:]
+    assert "MATCH: all 5 engines train alike." in result.stdout and "Warning" not in result.stderr + result.stdout
     expected = {"device": "cpu", "backend": "gloo", "world_size": 2, "preset": "toy", "steps": 4, "parameters": 34_688}
     assert report["match"] is True and expected.items() <= report.items()
-    # That the parts of a step make the step, and that a slow rank is found, is held by tests/test_step_time.py.
-    assert report["slow_rank"] == [1, 0.01] and "rank 1 was delayed by 10 ms" in result.stdout
     psi, root = 4 * 34_688, 37_120  # bytes; ZeRO-3 and FSDP2 gather the root once, and the units twice
     for name in names:
         run, (shared_out, sent) = report["runs"][name], ENGINES[name].promise
         assert len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0]
+        assert run["difference"] == 0 or name == "single"
         held = dict(run["held_bytes"])
         assert run["peak_bytes"] > sum(held.values()) and run["step_ms"] > 0 and run["tokens_per_s"] > 0
         counters = held.pop("optimizer") - 2 * psi / (1 + ("optimizer" in shared_out))
-        assert 0 < counters <= 4 * 40 or name == "zero_redundancy_optimizer", name  # its parameters are not cut
+        assert 0 < counters <= 4 * 40, name
         assert held == {part: psi / (1 + (part in shared_out)) for part in held}, name
-        assert run["sent_bytes"] == (sent * psi - (root if sent == 3 and "parameters" in shared_out else 0)) / 2, name
-    assert {name for name, run in report["runs"].items() if run["difference"] == 0} >= set(names) - {"single"}
-    for ours, theirs in (("zero1", "zero_redundancy_optimizer"), ("zero2", "fsdp2_no_reshard"), ("zero3", "fsdp2")):
-        # On a busy machine a gloo thread may let go of a unit's buffer a moment later. Without gloo: test_memory.py.
-        unit = 4 * 12_704
-        assert report["runs"][ours]["peak_bytes"] <= report["runs"][theirs]["peak_bytes"] + unit, ours
+        assert run["sent_bytes"] == (sent * psi - (root if "parameters" in shared_out else 0)) / 2, name
 
 
 SMALL = ["--preset", "toy", "--steps", "1", "--timed-steps", "0", "--engines", "ddp"]
@@ -94,65 +83,35 @@ def test_what_cannot_be_written_is_named_below_the_results():
 
 @pytest.mark.thorough
 def test_the_referee_in_bfloat16(tmp_path):
-    """The tables name the dtype. tests/conformance compares the training."""
+    """The report has the dtype and its bytes. tests/conformance compares the training."""
     file = tmp_path / "out.json"
-    engines = "single,ddp,zero1,zero3,fsdp2,fsdp1_article"
-    options = f"--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines {engines} --json {file}"
+    options = (
+        f"--preset toy --steps 3 --timed-steps 0 --batch 2 --dtype bf16 --engines ddp,zero3,fsdp1_article --json {file}"
+    )
     first, second = started.on_ranks(["fsdp2_compare.py", *options.split()], 2)
     assert first.returncode == second.returncode == 0, first.stderr[-3000:] + second.stderr[-3000:]
     assert "bfloat16 with float32 reduction" in first.stdout and "Warning" not in first.stderr + second.stderr
     report = json.loads(file.read_text())
     assert report["dtype"] == "bf16" and report["match"] is True
-    runs = report["runs"]
-    assert {name: run["tolerance"] for name, run in runs.items()} == dict.fromkeys(runs, 0.0) | {"single": 0.1}
-    assert 0 < runs["single"]["difference"] < 0.1
-    low, full = runs["zero3"]["held_bytes"], runs["ddp"]["held_bytes"]
-    assert sum(low.values()) < 1.1 * sum(full.values()) / 2
-    # 4 + 4 + 2 bytes to DDP's 4 + 4, and padding
-    assert runs["zero1"]["sent_bytes"] == pytest.approx(10 / 8 * runs["ddp"]["sent_bytes"], rel=0.01)
+    low, full = (sum(report["runs"][name]["held_bytes"].values()) for name in ("zero3", "ddp"))
+    assert low < 1.1 * full / 2
 
 
-def test_the_articles_policy_wraps_by_size_and_keeps_a_tied_weight_one():
-    """FSDP1 with the article's policy wraps the large layers of `tiny`, and not its blocks."""
-    for found in run_on_ranks(2, wrapped_by_size):
-        assert found["fsdp1"] == (1 + 6, True)  # the model, the blocks
-        assert found["fsdp1_article"] == (1 + 1 + 6 * 4, True)  # the model, the positions, four linear layers a block
-
-
-def wrapped_by_size() -> dict:
-    """{engine: (how many modules FSDP1 has wrapped, is the weight of embedding and head still one)}."""
-    found = {}
-    for name in ("fsdp1", "fsdp1_article"):
-        model = GPT(preset("tiny"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model = referee.build(name, model, optimizer, torch.device("cpu")).model
-        wrapped = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-        found[name] = len(wrapped), model.module.head.weight is model.module.tokens.weight
-    return found
-
-
-# ZeRO-2's is in its notebook, which tests/test_notebooks.py runs.
 @pytest.mark.long
-@pytest.mark.parametrize("stage, sent", (("zero1", "3.000"), ("zero3", None)))
-def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
+@pytest.mark.parametrize("stage", ("zero1", "zero3"))
+def test_a_chapter_walks_through_a_step(tmp_path, stage):
+    """ZeRO-2's is in its notebook, which tests/test_notebooks.py runs."""
     trace = tmp_path / "trace.json"
-    # Two micro-batches change nothing in what ZeRO-1 sends.
     more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
-    walkthrough = str(ROOT / "zerolab" / "measure" / "walkthrough.py")
-    program = [walkthrough, stage, "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
-    result, other = started.on_ranks(program, 2)
-    assert result.returncode == other.returncode == 0, result.stderr[-3000:] + other.stderr[-3000:]
+    options = ["--device", "cpu", "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
+    result = started.launch(stage, "2", *options)
+    assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
-    assert ("Step 5 gather parameters" if stage != "zero3" else "5 gather parameters: the all-gather") in result.stdout
-    assert "Warning" not in result.stderr + other.stderr and "where the time of a step goes" in result.stdout
-    assert other.stdout == ""  # one rank tells
-    assert result.stdout.count("Step 1 forward") == (2 if stage == "zero1" else 1)
-    if sent:
-        assert f"{sent} Ψ x (N-1)/N" in result.stdout
     if stage == "zero1":  # with a bucket per parameter, as two articles cut, every rank owns a part of each
+        assert "Step 5 gather parameters" in result.stdout and result.stdout.count("Step 1 forward") == 2
+        assert "3.000 Ψ x (N-1)/N" in result.stdout  # two micro-batches send no more
         assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
-        assert "blocks.0.qkv.weight" in result.stdout
     written = json.loads(trace.read_text())
     events, begins = written["traceEvents"], written["otherData"]["step_begins_ms"] * 1e3
     for rank in (0, 1):
@@ -161,10 +120,6 @@ def test_each_chapter_walks_through_a_step(tmp_path, stage, sent):
         assert len(alive) > 100 and min(alive) > 0
         units = {event["args"].get("unit") for event in mine if event["cat"] == "collectives" and event["ts"] >= begins}
         assert units == ({"root", "blocks.0", "blocks.1"} if stage == "zero3" else {f"bucket {b}" for b in range(28)})
-        for thread in {event["tid"] for event in mine if event["cat"] == "collectives"}:  # else viewers drop them
-            spans = sorted((event["ts"], event["dur"]) for event in mine if event["tid"] == thread)
-            assert all(start + length <= later + 0.2 for (start, length), (later, _) in zip(spans, spans[1:]))
-    assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
 # Commands that launch.sh starts. tests/test_refusals.py has those that it refuses.
@@ -234,17 +189,6 @@ def test_no_command_imports_torch_to_read_its_options():
     ended = started.alone(["-c", WRONG_OPTIONS])
     assert ended.stdout.splitlines() == [f"{command} False" for command in launch.COMMANDS]
     assert ended.stderr.count("error: no option --nonsense") == len(launch.COMMANDS), ended.stderr
-
-
-def test_a_mistake_is_answered_before_torch_is_imported():
-    """Really started. That every mistake is one line is held by tests/test_refusals.py."""
-    result = started.launch("zero3", "2", "--prefetch", "-1", PYTHONPROFILEIMPORTTIME=1)
-    times, words = [], []
-    for line in result.stderr.splitlines():
-        (times if line.startswith("import time:") else words).append(line)
-    assert result.returncode == 2 and result.stdout == "" and len(words) == 1
-    assert "--prefetch: must be a whole number, 0 or more, got -1" in words[0]
-    assert times and not any(line.split()[-1] == "torch" for line in times)
 
 
 def test_an_old_python_and_one_without_torch_are_named(tmp_path):
@@ -349,31 +293,6 @@ def failing(tmp_path, stage: int, fate: str) -> list[str]:
     file = tmp_path / "failing.py"
     file.write_text(FAILING.format(stage=stage, fate=fate))
     return [str(file)]
-
-
-@pytest.mark.parametrize(
-    "stage, fate, status, message",
-    [
-        pytest.param(
-            2, "raise ValueError('I have had enough')", 2, r"\[rank 1\] error: I have had enough", id="a mistake"
-        ),
-        pytest.param(
-            1, "os._exit(3)", 3, "error: rank 1 ended with exit status 3; .*", id="exits", marks=pytest.mark.long
-        ),
-        pytest.param(
-            1,
-            "open('/dev/full', 'w').write('x' * 10**6)",
-            2,
-            r"\[rank 1\] error: .*No space left on device",
-            id="a full disk",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_the_last_line_is_what_happened_first(tmp_path, stage, fate, status, message):
-    """The other rank fails too, because this one is gone, and prints nothing."""
-    ended = started.ranks_of(failing(tmp_path, stage, fate), 2)
-    assert ended.returncode == status and re.fullmatch(message, ended.stderr.strip()), ended.stderr
 
 
 @pytest.mark.long
