@@ -31,6 +31,7 @@ Run it: ./launch.sh compare 2 --preset tiny
 """
 
 import argparse
+import copy
 import gc
 import os
 import statistics
@@ -41,10 +42,8 @@ from functools import partial
 import torch
 
 from zerolab.measure import proof, referee_options, referee_report, step_time, tables
-from zerolab.measure.dry_run import copied_to
-from zerolab.measure.gpus import mfu
 from zerolab.measure.interleaved import take_turns
-from zerolab.measure.ledger import HELD, PartsLedger, explained, release_sent
+from zerolab.measure.ledger import HELD, PartsLedger, release_sent
 from zerolab.measure.watched_step import Seen, allocator_of, watched_step
 from zerolab.run import engine_file, json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
@@ -83,9 +82,9 @@ class Referee:
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
         self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
-        # On a GPU the initial weights are drawn once and copied for each engine, because drawing a billion numbers on
-        # the host takes longer than copying them. They are drawn here, where no ledger counts them.
-        self.weights = None if world.device.type == "cpu" else self.model()
+        # The initial weights are drawn once and copied for each engine, because drawing a billion numbers takes longer
+        # than copying them. They are drawn here, where no ledger counts them.
+        self.model = GPT(preset(options.preset), options.seed)
         self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
@@ -103,17 +102,13 @@ class Referee:
 
     # Shared by the passes.
 
-    def model(self) -> GPT:
-        return GPT(preset(self.options.preset), self.options.seed)
-
     def build(self, name: str):
         """The engine `name` around a model. The weights are the same for every engine."""
-        on_cpu = self.world.device.type == "cpu"
-        model = self.model() if on_cpu else copied_to(self.world.device, self.weights)
+        model = copy.deepcopy(self.model).to(self.world.device)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # `fused`, because AdamW's default on CUDA allocates temporary tensors as large as the parameters.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=not on_cpu)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=self.world.device.type != "cpu")
         return build(name, model, optimizer, self.world.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
@@ -181,18 +176,15 @@ class Referee:
         batches = [self.batch(name, step) for step in range(self.options.steps)]
         allocator, losses = allocator_of(self.world.device), []
         with PartsLedger() as memory:
-            with explained(f"the construction of {name}", None, memory):
-                engine = self.build(name)
-            for step, batch in enumerate(batches[:WATCHED], 1):
-                out_of_memory = explained(f"training step {step} of {name}", engine, memory)
-                with watched_step(engine, memory, allocator) as seen, out_of_memory:
+            engine = self.build(name)
+            for batch in batches[:WATCHED]:
+                with watched_step(engine, memory, allocator) as seen:
                     # The ledger counts only storages that are made, or viewed, while it is open. The batch is copied
                     # here, so that it counts once for every engine, whether or not the engine uses views of it.
                     losses.append(self.step(engine, [part.clone() for part in batch]))
                 self.progress.advance()
         for step in range(WATCHED, self.options.steps):
-            with explained(f"training step {step + 1} of {name}", engine):
-                losses.append(self.step(engine, batches[step]))
+            losses.append(self.step(engine, batches[step]))
             self.progress.advance()
         return losses, seen
 
@@ -230,9 +222,6 @@ class Referee:
             seconds = statistics.median(times[name])
             tokens_per_s = round(self.options.batch * self.options.seq * self.world.world_size / seconds, 1)
             run |= {"step_ms": round(seconds * 1000, 3), "tokens_per_s": tokens_per_s}
-            if self.world.device.type != "cpu":
-                config, ranks = preset(self.options.preset), 1 if name == "single" else self.world.world_size
-                run["mfu"] = mfu(tokens_per_s, config, self.options.seq, self.options.dtype, ranks, self.world.device)
         if self.options.breakdown or self.options.slow_rank:
             step_time.break_down(runs, engines, steps, self.options.timed_steps, self.world, self.wait_after)
 
@@ -241,8 +230,7 @@ class Referee:
         slow, seconds = self.options.slow_rank or (None, 0)
         if self.world.rank == slow:
             time.sleep(seconds)
-        with explained("a timed step, next to the other engines", engine):
-            self.step(engine, batch)
+        self.step(engine, batch)
 
 
 def reference(runs: dict[str, dict]) -> str:

@@ -113,12 +113,12 @@ def test_a_chapter_walks_through_a_step(tmp_path, stage):
         assert "3.000 Ψ x (N-1)/N" in result.stdout  # two micro-batches send no more
         assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
     written = json.loads(trace.read_text())
-    events, begins = written["traceEvents"], written["otherData"]["step_begins_ms"] * 1e3
+    events = written["traceEvents"]
     for rank in (0, 1):
         mine = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
         alive = [event["args"]["MB"] for event in events if event["ph"] == "C" and event["pid"] == rank]
         assert len(alive) > 100 and min(alive) > 0
-        units = {event["args"].get("unit") for event in mine if event["cat"] == "collectives" and event["ts"] >= begins}
+        units = {event["args"].get("unit") for event in mine if event["cat"] == "collectives"}
         assert units == ({"root", "blocks.0", "blocks.1"} if stage == "zero3" else {f"bucket {b}" for b in range(28)})
 
 

@@ -26,6 +26,7 @@ MISTAKES = {
     "compare --engine-file README.md": "ends in .py",
     "compare 2 --slow-rank=2:0.1": "--slow-rank 2: the ranks are 0 to 1",
     "compare --slow-rank 1:0.1 --timed-steps 0": "--timed-steps 0 leaves none",
+    "NNODES=2 compare --breakdown": "--breakdown compares the clocks of the ranks",
     "bench --host --engines ddp": "--engines does nothing beside --host",
     "memory 0": "N must be 1 to 1,000,000 ranks, got 0",
     "memory --preset 8b": "'8b'",

@@ -94,28 +94,13 @@ def make_model(config: GPTConfig, device: torch.device) -> GPT:
     """A GPT whose weights have the correct sizes. On a GPU they are drawn there, because their values do not matter."""
     if device.type == "cpu":
         return GPT(config)
-    model = allocated_on(device, config)
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.02)
-    return model
-
-
-def allocated_on(device: torch.device, config: GPTConfig) -> GPT:
-    """A GPT whose weights have memory on the device and no values yet. The host allocates and copies nothing."""
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
     if config.tied:
         model.head.weight = model.tokens.weight  # to_empty unties weights
-    return model
-
-
-def copied_to(device: torch.device, weights: GPT) -> GPT:
-    """A GPT on the device with the same weights. `deepcopy` would copy them on the host first, which takes longer."""
-    model = allocated_on(device, weights.config)
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), weights.parameters()):
-            param.copy_(value)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
     return model
 
 

@@ -402,9 +402,10 @@ MOVES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "redu
 def _read(trace: dict) -> tuple[dict[tuple, list[Bar]], dict]:
     """({(rank, "compute", "gather" or "reduce"): its bars in order}, {rank: [(ms, live MB)]}) of a trace's step."""
     rows, memory, threads = defaultdict(list), defaultdict(list), {}
+    begins = trace["otherData"].get("step_begins_ms", 0)  # older traces have the stage's construction before it
     for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):  # names of threads come first
         rank, about = event["pid"], event["args"]
-        start = event.get("ts", 0) / 1e3 - trace["otherData"]["step_begins_ms"]
+        start = event.get("ts", 0) / 1e3 - begins
         if event["name"] == "thread_name":
             threads[rank, event["tid"]] = about["name"]
         elif event["name"] == "live":

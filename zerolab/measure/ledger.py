@@ -5,7 +5,6 @@ On CUDA use the allocator's own peak, which includes the temporaries of kernels.
 
     MemoryLedger   counts live bytes
     PartsLedger    also sorts them into parameters, gradients, optimizer state, activations and others
-    explained      adds the place and the largest parts to an out-of-memory error
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,16 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerolab.measure import intercept
 from zerolab.measure.held import (
     engine_tensors,
-    held_bytes,
     held_shards,
     optimizer_of,
     storage_under,
     tensor_leaves,
-    unit_names,
-    unit_of,
 )
 from zerolab.measure.position_in_step import PositionInStep
-from zerolab.measure.tables import in_words
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, IN_FLIGHT = "gathered units", "gradients in flight"
@@ -102,26 +97,15 @@ class MemoryLedger(TorchDispatchMode):
         self._references.pop(key, None)
         self.live -= self._bytes.pop(key, 0)
 
-    def _out_of_memory(self) -> None:
-        """An operation, or a storage that grows, has found no memory. For subclasses."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        try:
-            result = func(*args, **(kwargs or {}))
-        except torch.OutOfMemoryError:
-            self._out_of_memory()
-            raise
+        result = func(*args, **(kwargs or {}))
         for tensor in tensor_leaves(result):
             self.track(tensor)
         return result
 
     @contextlib.contextmanager
     def _around_resize(self, storage: torch.UntypedStorage, size: int):
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self._out_of_memory()
-            raise
+        yield
         if storage._cdata in self._bytes:
             self._set(storage._cdata, storage.nbytes())
 
@@ -183,12 +167,11 @@ class PartsLedger(MemoryLedger):
         self._part: dict[int, str] = {}  # index -> part
         self._growing: set[int] = set()  # storages made since the forward began
         self._handles, self._engine, self._where = [], engine, PositionInStep()
-        self.failed: Moment | None = None  # what was alive when an operation found no memory
         super().__init__(engine)
 
     def start_step(self, engine=None) -> None:
         """A step begins: forget the one before. Called on entering, and again for every further step."""
-        self._engine, self.failed = engine or self._engine, None
+        self._engine = engine or self._engine
         for handle in self._handles:
             handle.remove()
         self._handles, self._events, self._part, self._growing = [], [], {}, set()
@@ -274,17 +257,6 @@ class PartsLedger(MemoryLedger):
             self._part.setdefault(self._index[key], ACTIVATIONS)
         self._growing.clear()
 
-    def _out_of_memory(self) -> None:
-        if self.failed is not None:
-            return  # the same error again, on its way out
-        # Recorded here, because where the error is caught the step and the module have ended and memory is freed.
-        if torch.is_grad_enabled():
-            self._forward_ends()  # this forward will not reach its end
-        for last in self.moments():
-            self.failed = last
-        place = {"phase": self._where.phase, "step": self._where.step, "module": self._where.module()}
-        self.failed = replace(self.failed or NOTHING, **place)
-
     def _note(self, index: int, nbytes: int) -> None:
         where = self._where.phase, self._where.step, self._where.module()
         self._events.append((index, nbytes, *where, self.clock()))
@@ -321,39 +293,6 @@ class PartsLedger(MemoryLedger):
             handle.remove()
         self._handles = []
         return result
-
-
-@contextlib.contextmanager
-def explained(what: str, engine, ledger: PartsLedger | None = None):
-    """Put a line in front of the message of an OutOfMemoryError: where it was, and what the memory was for.
-
-    `what` names the training step. `engine` is anything with `model` and `optimizer`, or None while it is built.
-    `ledger` is the open ledger that watches it. Without a ledger the line has what the engine holds, and no place.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(describe(what, engine, ledger, str(error))) from error
-
-
-def describe(what: str, engine, ledger: PartsLedger | None, message: str) -> str:
-    """`what`, where, the bytes that were alive (MB of 10^6 or GB of 10^9), their four largest parts, and `message`."""
-    failed = ledger and ledger.failed
-    if failed:
-        unit = "" if engine is None else unit_of(failed.module, unit_names(engine.model))
-        where = f", in step {failed.step}" if failed.step else ""
-        where += f" inside step {failed.phase}" if failed.phase != failed.step else ""
-        where += f", unit {unit!r}" if unit else ", outside all units"
-        parts, live = failed.parts, failed.live
-    else:
-        where, parts = "", {} if engine is None else held_bytes(engine)
-        live = sum(parts.values())
-    largest = [f"{part} {in_words(n)}" for part, n in sorted(parts.items(), key=lambda pair: -pair[1])[:4] if n > 0]
-    alive = f"{'Alive were' if failed else 'This rank held'} {in_words(live)}: {', '.join(largest) or 'nothing'}."
-    reserved = ""
-    if torch.accelerator.is_available():
-        reserved = f" The allocator had {in_words(torch.accelerator.memory_reserved())} of the GPU."
-    return f"out of memory in {what}{where}. {alive}{reserved} {message}"
 
 
 def release_sent(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from zerolab.run.shared_options import (
     check_folder,
     check_seq,
     check_writable,
+    machines,
     make_parser,
     non_negative_int,
     rank_and_seconds,
@@ -87,11 +88,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     check_seq(parser, options)
     check_batch(parser, options)
     for name in ("slow_rank", "breakdown"):
+        option = f"--{name.replace('_', '-')}"
         if getattr(options, name) and not options.timed_steps:
-            option = f"--{name.replace('_', '-')}"
             parser.error(
                 f"{option} needs timed steps, but --timed-steps 0 leaves none: leave out one of the two options"
             )
+        if getattr(options, name) and machines() > 1:
+            parser.error(f"{option} compares the clocks of the ranks, so it works on one machine only: unset NNODES")
     check_writable("--json", options.json)
     if options.json is None:
         check_folder(Path("runs"), "--json FILE")

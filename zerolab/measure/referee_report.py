@@ -3,8 +3,10 @@
 import argparse
 import os
 
+import torch
+
 from zerolab.measure import proof, step_time, tables
-from zerolab.run import json_file, micro_batches, process_group
+from zerolab.run import json_file, micro_batches
 from zerolab.run.engines import DTYPES, who_trained
 from zerolab.run.model import number_of_parameters, preset
 from zerolab.run.process_group import World
@@ -21,7 +23,8 @@ def conditions(options: argparse.Namespace, world: World) -> dict:
         "backend": world.backend,
         "world_size": world.world_size,
         "parameters": number_of_parameters(preset(options.preset)),
-        "tf32": process_group.tf32() if world.device.type == "cuda" else None,
+        # Whether float32 products on a GPU may use TF32, which keeps 10 of 23 bits of each factor.
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32" if world.device.type == "cuda" else None,
         **json_file.about(world.device, "compare", os.environ["LOCAL_WORLD_SIZE"]),
     } | {name: getattr(options, name) for name in CONDITIONS}
 
@@ -142,13 +145,13 @@ def cells_of_run(name: str, run: dict, base: dict, reference: str) -> dict[str, 
     if "reserved_bytes" in run:  # on a GPU
         found["ledger MB"] = f"{run['ledger_peak_bytes'] / 1e6:.2f}"
         found["reserved MB"] = f"{run['reserved_bytes'] / 1e6:.0f}"
-        found["MFU %"] = f"{100 * run['mfu']:.1f}" if run.get("mfu") else "-"
     return found
 
 
 FIRST = 6  # columns of the first table: who trains alike, and what it costs
 FLOAT64 = "Float64: the largest difference from the losses of one process, in float64. -: not asked."
-PEAK = {False: "Peak: all live storages of one step.", True: "Peak: the GPU allocator's; ledger: all live storages."}
+PEAK = "Peak: all live storages of one step."
+PEAK_ON_GPU = "Peak: the GPU allocator's. Reserved: what it has reserved. Ledger: all live storages of one step."
 SENT = "Sent: logical bytes per rank and step, in collectives and in sends from rank to rank."
 NOT_SEEN = "Not seen: what another Python thread of an engine sends or allocates."
 HELD = """\
@@ -157,19 +160,18 @@ with several optimizers only `engine.optimizer` is counted, unless the engine ha
 NO_RESHARD = """\
 fsdp2_no_reshard keeps a unit's parameters gathered only from its forward to its backward, and 1/N of them otherwise: it
 is not quite ZeRO-2."""
-MFU = """MFU: the model's FLOPs (6 per parameter and token, and attention in full; not what is recomputed) as a share of
-what the GPU can do at most, by its data sheet; -: a GPU that is not in the list. Reserved: by the allocator."""
 
 
 def results(result: dict, reference: str) -> str:
     """Everything that the referee prints, from the result that it writes as JSON."""
-    on_gpu, runs = result["device"] != "cpu", result["runs"]
+    runs = result["runs"]
     cells = [list(cells_of_run(name, run, runs[reference], reference).items()) for name, run in runs.items()]
     first = [dict(row[:FIRST]) for row in cells]
     second = [dict(row[:1] + row[FIRST:]) for row in cells]
     lines = [verdict(result, reference), "", *tables.text(tables.rows_of(first))]
-    lines += ["", *tables.text(tables.rows_of(second)), "", FLOAT64, PEAK[on_gpu], SENT, NOT_SEEN, HELD]
-    lines += [NO_RESHARD] * ("fsdp2_no_reshard" in runs) + [MFU] * on_gpu
+    peak = PEAK if result["device"] == "cpu" else PEAK_ON_GPU
+    lines += ["", *tables.text(tables.rows_of(second)), "", FLOAT64, peak, SENT, NOT_SEEN, HELD]
+    lines += [NO_RESHARD] * ("fsdp2_no_reshard" in runs)
     lines += [who_trained(runs, dtype=DTYPES[result["dtype"]])]
     if any(run.get("step_time") for run in runs.values()):
         lines += ["", step_time.table(result)]

@@ -11,13 +11,11 @@ Every moment of a rank's step belongs to exactly one of these, so their sum is t
 The first three are a rank's **own work**. A collective begins to move bytes when the last of its ranks has issued it.
 Bytes that move while this rank does its own work are **overlapped**: they cost no time.
 
-`watch` measures steps, `divide` takes one step of one rank apart, `summary` makes it JSON, and `table` and `sentences`
-print it. Timelines are compared over ranks, so the clocks must be: `clock_offset`.
+`watch` measures steps, `divide` takes one step of one rank apart, `summary` makes it JSON, and `table` prints it. All
+ranks must be on one machine, because the timelines of several ranks are compared, and only there they share a clock.
 """
 
-import platform
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,7 +26,7 @@ import torch.distributed as dist
 
 from zerolab.measure import tables
 from zerolab.measure.timeline import STEPS, Span, Timeline, Wait
-from zerolab.run.process_group import World, gathered, largest
+from zerolab.run.process_group import World, gathered
 from zerolab.run.progress import with_progress
 
 Interval = tuple[float, float]
@@ -109,43 +107,17 @@ def last_issues(issued: list[list[tuple[tuple[int, ...], float]]], rank: int) ->
     return [latest[key] for key in of_rank]
 
 
-def machine() -> str:
-    """An identifier of the machine's boot: processes with the same one share a clock."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
-
-
-def clock_offset(here: str | None = None, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """(how far this rank's clock is ahead of rank 0's, the largest error of that), both in seconds. A collective.
-
-    On one machine all processes read one clock: (0, 0). Otherwise barriers give bounds: no rank leaves one before every
-    rank has entered it. The error is at most half of the shortest barrier.
-    """
-    if len(set(gathered(here or machine()))) == 1:
-        return 0.0, 0.0
-    moments = []
-    for _ in range(20):
-        entered = clock()
-        dist.barrier()
-        if dist.get_backend() != "gloo":
-            torch.accelerator.synchronize()
-        moments.append((entered, clock()))
-    theirs = [moments]
-    dist.broadcast_object_list(theirs, src=0)
-    least = max(own[0] - other[1] for own, other in zip(moments, theirs[0]))
-    most = min(own[1] - other[0] for own, other in zip(moments, theirs[0]))
-    return ((least + most) / 2, (most - least) / 2) if dist.get_rank() else (0.0, 0.0)
-
-
-def watch(train: Callable[[], None] | None, steps: int, engine=None, device: torch.device | None = None,
-          offset: float = 0.0, wait_after: Callable[[], None] = lambda: None) -> list[list[dict]]:  # fmt: skip
+def watch(
+    train: Callable[[], None] | None,
+    steps: int,
+    engine=None,
+    device: torch.device | None = None,
+    wait_after: Callable[[], None] = lambda: None,
+) -> list[list[dict]]:
     """[what `divide` returns for each step] for each rank, of `steps` calls of `train` in a row. A collective.
 
-    `train` is None on a rank that does not run it. `offset` is this rank's `clock_offset`. There is no barrier between
-    the steps, as in training. `wait_after` is called after them, before the ranks exchange what they have seen.
+    `train` is None on a rank that does not run it. There is no barrier between the steps, as in training. `wait_after`
+    is called after them, before the ranks exchange what they have seen.
     """
     dist.barrier()
     marks = []
@@ -155,7 +127,7 @@ def watch(train: Callable[[], None] | None, steps: int, engine=None, device: tor
             train()
         marks.append(timeline.now())
     wait_after()
-    shift = timeline.opened - offset  # from the timeline's seconds to rank 0's clock
+    shift = timeline.opened  # from the timeline's seconds to the machine's clock
     issued = gathered([(span.ranks, span.start + shift) for span in timeline.collectives])
     for span, moment in zip(timeline.collectives, last_issues(issued, dist.get_rank())):
         span.moves = moment - shift
@@ -220,12 +192,10 @@ def break_down(
     wait_after: Callable[[str], None],
 ) -> None:
     """Fill in `step_time` of each run of the referee, from a few more steps on a timeline. A collective."""
-    offset, unsure = clock_offset()
-    (unsure,) = largest([1e3 * unsure], world)
     for name in with_progress(runs, "what a step is spent on", world.rank == 0):
         number = min(WATCHED_STEPS, timed_steps)
-        watched = watch(steps[name], number, engines.get(name), world.device, offset, partial(wait_after, name))
-        runs[name]["step_time"] = {"clocks_unsure_by_ms": round(unsure, 4), **summary(watched)}
+        watched = watch(steps[name], number, engines.get(name), world.device, partial(wait_after, name))
+        runs[name]["step_time"] = summary(watched)
 
 
 # As text.
@@ -261,10 +231,6 @@ def table(result: dict) -> str:
         lines.append(f"--slow-rank: rank {rank} was delayed by {seconds * 1e3:g} ms in every timed step.")
         if "single" in runs:
             lines.append("single was not delayed: it is one process.")
-    if unsure := max(found["clocks_unsure_by_ms"] for found in runs.values()):
-        lines.append(
-            f"The clocks of several machines were compared: waiting and exposed may be off by {unsure:.3f} ms."
-        )
     if any(row["overlapped"].startswith("<=") for row in rows):
         lines.append(
             "<=: an upper limit, because the backend reports the end of these collectives only to a rank that waits."
@@ -304,28 +270,9 @@ def stands_out(found: dict) -> bool:
 
 def slowest_rank(found: dict) -> str:
     """A sentence: which rank is the slowest, in how many steps and by how much."""
-    if len(found["ranks"]) < 2:
-        return ""
-    if not stands_out(found):
-        return "No rank stands out."
     times = [rank["step_ms"] for rank in found["ranks"]]
     return (
         f"Rank {found['slowest_rank']} is the slowest, in {len(found['slowest_in_steps'])} of {found['steps']} "
         f"steps, by {found['lead_ms']:.1f} ms of own work. The step times of the ranks, waiting included, are "
         f"{min(times):.1f} to {max(times):.1f}."
     )
-
-
-def sentences(found: dict, rank: int) -> str:
-    """The output of a chapter's run: where `rank`'s time went, and whether one rank is the slowest."""
-    own = next(row for row in found["ranks"] if row["rank"] == rank)
-    exposed, overlapped = sum(own["exposed_ms"].values()), sum(own["overlapped_ms"].values())
-    least = "at most " if own["told_late"] else ""
-    lines = [
-        f"where the time of a step goes (mean of {found['steps']} steps, which the instruments slow down):",
-        f"Of {own['step_ms']:.1f} ms, {own['own_ms']:.1f} are this rank's own work, {own['waiting_ms']:.1f} waiting "
-        f"for another rank, {exposed:.1f} exposed communication.",
-        f"During {least}{overlapped:.1f} ms of this work collectives were in flight too. They cost no time.",
-        slowest_rank(found),
-    ]
-    return "\n".join(lines).rstrip()

@@ -63,9 +63,3 @@ def markdown(rows: list[list[str]]) -> str:
 def unit(nbytes: float) -> tuple[str, float]:
     """A unit for `nbytes`, and its size: GB of 10^9 from there on, else MB of 10^6."""
     return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
-
-
-def in_words(nbytes: float) -> str:
-    """ "1.25 GB", "3.50 MB"."""
-    name, size = unit(nbytes)
-    return f"{nbytes / size:,.2f} {name}"

@@ -5,20 +5,17 @@ for it.
 """
 
 import argparse
-import contextlib
 import sys
 import time
-from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from zerolab.measure import step_time, tables, walkthrough_options
+from zerolab.measure import tables, walkthrough_options
 from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
-from zerolab.measure.ledger import PartsLedger, explained
+from zerolab.measure.ledger import PartsLedger
 from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words
-from zerolab.measure.timeline import Span, Timeline, chrome_trace
+from zerolab.measure.timeline import Timeline, chrome_trace
 from zerolab.measure.watched_step import watched_step
 from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.data import Batches, load_text
@@ -26,8 +23,6 @@ from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import World
 from zerolab.run.recompute import checkpoint_blocks
-
-WATCHED_STEPS = 3  # after the traced one, for the lines about where the time of a step goes
 
 
 def headline(chapter: str) -> str:
@@ -52,23 +47,17 @@ def main() -> None:
         "this is rank 0."
     )
     with PartsLedger() as memory:
-        timeline = Timeline(device=world.device) if options.trace else contextlib.nullcontext()
         model = _model(options, world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=world.device.type != "cpu")
-        with timeline as partition, explained("step 0, the construction", None, memory):
-            engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
+        engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
         print_wrapped(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.start_step(engine)
-            with explained(f"training step {number}", engine, memory):
-                loss = _train(engine, batch, options)
+            loss = _train(engine, batch, options)
             print_wrapped(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
         _print_trace(engine, memory, ready[-1], options, print_wrapped)
-    again = partial(_train, engine, ready[-1], options)
-    found = step_time.watch(again, WATCHED_STEPS, engine, world.device, step_time.clock_offset()[0])
-    print_wrapped(step_time.sentences(step_time.summary(found), 0))
     if options.trace:
-        _trace(engine, partition.spans, ready[-1], world, options)
+        _trace(engine, ready[-1], world, options)
     process_group.stop()
 
 
@@ -95,8 +84,7 @@ def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace
     print_wrapped(f"training step {options.steps}, event by event{again}.\n")
     kind = UnitTrace if hasattr(engine, "units") else BucketTrace
     trace = kind(engine, memory, options.accumulate)
-    out_of_memory = explained(f"training step {options.steps}", engine, memory)
-    with watched_step(engine, memory) as seen, Timeline(engine, listener=trace), out_of_memory:
+    with watched_step(engine, memory) as seen, Timeline(engine, listener=trace):
         loss = _train(engine, batch, options)
     trace.close()
     print_wrapped("\n".join([trace.how_to_read(), *trace.lines]))
@@ -114,20 +102,17 @@ def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace
     )
 
 
-def _trace(engine, partition: list[Span], batch, world: World, options: argparse.Namespace) -> None:
-    """Write one more step of all ranks into one file, with step 0 before it."""
+def _trace(engine, batch, world: World, options: argparse.Namespace) -> None:
+    """Write one more step of all ranks into one file."""
     dist.barrier()  # the ranks' clocks start here
     timeline = Timeline(engine, world.device)
     with PartsLedger(engine) as memory, timeline:
         memory.clock = timeline.now
         _train(engine, batch, options)
         memory.clock = time.perf_counter
-    # In the file the step begins where step 0 has ended on the last rank: Perfetto does not support negative times.
-    begins = max(process_group.gathered(max(span.end for span in partition)))
-    spans = [replace(span, start=begins + span.start, end=begins + span.end) for span in timeline.spans]
     # Memory that was alive before the timeline was opened is alive from its beginning.
-    live = [(begins + max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
-    of_all_ranks = process_group.gathered((partition + spans, live))
+    live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]
+    of_all_ranks = process_group.gathered((timeline.spans, live))
     if world.rank > 0:
         return
     name = type(engine).__name__
@@ -136,7 +121,6 @@ def _trace(engine, partition: list[Span], batch, world: World, options: argparse
         "title": f"{name}{''.join(own)}: GPT {options.preset}, {world.world_size} ranks over {world.backend}",
         **json_file.about(world.device),
         "command": " ".join(["./launch.sh", options.chapter, str(world.world_size), *sys.argv[2:]]),
-        "step_begins_ms": round(begins * 1e3, 4),
     }
     json_file.write(options.trace, chrome_trace(*zip(*of_all_ranks), **about), indent=None)
     print("open it in chrome://tracing or ui.perfetto.dev")

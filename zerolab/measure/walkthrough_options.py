@@ -71,8 +71,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="also write a trace of the stage's construction and of one more step to this file, which chrome://tracing "
-        "and ui.perfetto.dev can show",
+        help="also write a trace of one more step to this file, which chrome://tracing and ui.perfetto.dev can show",
     )
     add_hardware(parser)
     options = parser.parse_args(words)

@@ -120,14 +120,6 @@ def gathered(value) -> list:
     return values
 
 
-def tf32() -> bool:
-    """Whether float32 products on a GPU may use TF32, which keeps 10 of 23 bits of each factor: what torch says.
-
-    Programs can turn it on, and so can TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some containers set.
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 _works_alone = itertools.count()  # of `wait_for_rank_0`; the same number on all ranks
 
 
