@@ -13,7 +13,6 @@ from typed_commands import started as python_started_by
 from typed_commands import typed
 
 from zerolab.measure import figures
-from zerolab.run.names import FIGURES
 from zerolab.run.ranks import ROOT
 from zerolab.teach import docs
 
@@ -58,7 +57,7 @@ def test_the_command_writes_reports_and_refuses(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err and page.read_text() == wrong
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", figures.FIGURES)
 def test_every_figure_is_drawn_from_its_files(name, tmp_path):
     assert Path(figures.draw(name, tmp_path)).exists()
 

@@ -1,8 +1,6 @@
 """The figures of README.md and docs/, drawn with matplotlib from the measurements in results/.
 
-`./launch.sh docs` draws all of them into results/figures/. To draw one of them from your own file:
-
-    ./launch.sh docs --figure memory --from results/memory-7b-8ranks.json --out /tmp
+`./launch.sh docs` draws all of them into results/figures/. The notebooks draw some of them from their own measurements.
 """
 
 import json
@@ -101,9 +99,7 @@ def unit_of(results: dict) -> tuple[str, float]:
 def model_and_batch(results: dict) -> str:
     """The model and the batch of a dry run, in one line."""
     ranks = f"{results['ranks']} ranks, " if isinstance(results["ranks"], int) else ""
-    recomputed = ", activations recomputed" if results["checkpoint_activations"] else ""
-    tokens = f"{results['batch']} x {results['seq']} tokens per rank"
-    return f"GPT {results['preset']}, {ranks}{results['dtype']}, {tokens}{recomputed}"
+    return f"GPT {results['preset']}, {ranks}{results['dtype']}, {results['batch']} x {results['seq']} tokens per rank"
 
 
 # Memory.
@@ -134,10 +130,9 @@ def stages(results: dict):
     grid[0].set(yticks=range(0, 17, 4), ylabel="bytes per parameter")
     not_kept = Patch(color=SHADE, label="not kept: another rank has it")
     legend(figure, HELD, {"optimizer": "optimizer state (AdamW)"}, more=[not_kept])
-    precision = {"fp32": "float32", "bf16": "bfloat16 over float32"}[results["dtype"]]
     times = sum(whole.values()) / sum(shown["zero3"].values())
     finding = f"Each stage shards one thing more, and ZeRO-3 keeps 1/{times:.3g} of DDP's bytes"
-    title(figure, finding, f"Held by each of {ranks} ranks: {parameters / 1e6:,.0f} million parameters, {precision}")
+    title(figure, finding, f"Held by each of {ranks} ranks: {parameters / 1e6:,.0f} million parameters, float32")
     return figure
 
 
@@ -148,7 +143,7 @@ def bars(rows: dict[str, dict], heading="", formula=None, formula_label="formula
     `gpus` (bytes) are dotted lines: what the memory of a GPU has room for.
     """
     formula, notes = formula or {}, notes or {}
-    longest = max([*(sum(parts.values()) for parts in rows.values()), *formula.values()]) or 1e6
+    longest = max([*(sum(parts.values()) for parts in rows.values()), *formula.values()])
     unit, size = tables.unit(longest)
     figure, axes = new(1, height=0.36 * len(rows) + 1.7)
     groups = list(dict.fromkeys(label.partition(",")[0] for label in rows))
@@ -157,7 +152,7 @@ def bars(rows: dict[str, dict], heading="", formula=None, formula_label="formula
         place = 0.8 * index + 0.3 * groups.index(label.partition(",")[0])
         places.append(place)
         end = stacked(axes, place, {part: nbytes / size for part, nbytes in parts.items()}, 0.7)
-        texts = [f"{end:.4g}"] if parts else []
+        texts = [f"{end:.4g}"]
         if label in formula:
             at = formula[label] / size
             axes.vlines(at, place - 0.42, place + 0.42, color=INK, linewidth=2)
@@ -195,21 +190,17 @@ def memory(results: dict):
     rows, formula, notes = {}, {}, {}
     for name, row in results["engines"].items():
         label = f"{name} (stand-in)" if row.get("stand_in") else name
-        if "out_of_memory" in row:
-            rows[label], notes[label] = {}, "out of memory"
-            continue
         held, peak = f"{label}, held", f"{label}, peak"
         rows[held], rows[peak] = row["held_bytes"], {part: row["peak_parts"].get(part, 0) for part in PARTS}
         formula[held], notes[peak] = row["formula_bytes"], why_no_gradients(row)
     gpus = [gigabytes * 1e9 for gigabytes in GPUS]
     figure = bars(rows, formula=formula, formula_label=formula_name(results), notes=notes, gpus=gpus)
-    finding = "The bytes that a rank holds right before the update, and the most that is alive at once"
     unit, size = unit_of(results)
-    totals = {label: sum(parts.values()) / size for label, parts in rows.items()}
-    if "ddp (stand-in), held" in rows and "zero3, peak" in rows:
-        finding = f"ZeRO-3 holds {totals['zero3, held']:.0f} {unit} instead of DDP's "
-        finding += f"{totals['ddp (stand-in), held']:.0f} {unit}. Its peak is {totals['zero3, peak']:.0f} {unit}: "
-        finding += "activations are not sharded"
+    totals = {label: f"{sum(parts.values()) / size:.0f} {unit}" for label, parts in rows.items()}
+    finding = (
+        f"ZeRO-3 holds {totals['zero3, held']} instead of DDP's {totals['ddp (stand-in), held']}. "
+        f"Its peak is {totals['zero3, peak']}: activations are not sharded"
+    )
     title(figure, finding, model_and_batch(results))
     return figure
 
@@ -286,12 +277,12 @@ def scaling(results: dict):
     """Peak of one rank against the number of ranks, from two on, and what ZeRO-3's peak is for."""
     unit, size = unit_of(results)
     figure, axes = new(1, height=5.6)
-    shown = [index for index, number in enumerate(results["ranks"]) if number >= 2] or range(len(results["ranks"]))
+    shown = [index for index, number in enumerate(results["ranks"]) if number >= 2]
     ranks = [results["ranks"][index] for index in shown]
     bottom, seen = [0.0] * len(ranks), []
     # At the bottom is what sharding does not divide.
     order = [part for part in PARTS if part not in STATE] + ["gathered units", "gradients in flight", *HELD]
-    for part in order if "zero3" in results["engines"] else ():
+    for part in order:
         sizes = [results["engines"]["zero3"][index]["peak_parts"].get(part, 0) / size for index in shown]
         top = [low + more for low, more in zip(bottom, sizes)]
         if max(sizes) > 1e-3 * max(top):
@@ -446,54 +437,24 @@ def _draw_row(axes, row: int, bars: list[Bar], latest: float) -> None:
 # All of them.
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure of the pages: the function that draws it, its files in results/, and the command that writes such."""
-
-    draw: Callable
-    files: tuple[str, ...]
-    command: str
-
-
-# {name: figure}. The option `docs --figure` has the same names, from zerolab/run/names.py.
-FIGURES = {
-    "stages": Figure(stages, ("memory-small-4ranks-64-tokens.json",), "./launch.sh memory --json"),
-    "memory": Figure(memory, ("memory-7b-8ranks.json",), "./launch.sh memory --json"),
-    "live": Figure(live, ("memory-small-4ranks-64-tokens.json",), "./launch.sh memory --json"),
-    "lanes": Figure(
-        lanes,
-        ("trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json"),
-        "./launch.sh zero3 2 --trace",
-    ),
-    "curves": Figure(curves, ("curves-cpu-2ranks.json",), "python -m zerolab.measure.curves --json"),
-    "scaling": Figure(scaling, ("memory-7b-1-to-1024-ranks.json",), "./launch.sh memory --up-to 8 --json"),
+# {name: (the function that draws the figure, its files in results/)}
+FIGURES: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "stages": (stages, ("memory-small-4ranks-64-tokens.json",)),
+    "memory": (memory, ("memory-7b-8ranks.json",)),
+    "live": (live, ("memory-small-4ranks-64-tokens.json",)),
+    "lanes": (lanes, ("trace-zero3-cpu-2ranks.json", "trace-zero3-no-prefetch-cpu-2ranks.json")),
+    "curves": (curves, ("curves-cpu-2ranks.json",)),
+    "scaling": (scaling, ("memory-7b-1-to-1024-ranks.json",)),
 }
 
 
-def load(paths: list[str]) -> list[dict]:
-    """The measurements in these files. Raises ValueError for a file that cannot be read or is not JSON."""
-    loaded = []
-    for path in paths:
-        try:
-            loaded.append(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot draw {path}: {error}") from error
-    return loaded
-
-
-def draw(name: str, folder: str | Path = RESULTS / "figures", paths: list[str] | None = None) -> str:
-    """Write the figure to `folder`, from its files in results/ or from `paths`; returns its path."""
-    paths = paths or [str(RESULTS / file) for file in FIGURES[name].files]
-    measured = load(paths)
-    try:
-        figure = FIGURES[name].draw(*measured)
-    except (LookupError, TypeError, AttributeError, StopIteration) as error:
-        message = f"figure {name!r} cannot be drawn from {', '.join(paths)}: use a file of {FIGURES[name].command}"
-        raise ValueError(message) from error
-    path = Path(folder, f"{name}.png").resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def draw(name: str, folder: Path = RESULTS / "figures") -> Path:
+    """Write the figure to `folder`, from its files in results/; returns its path."""
+    function, files = FIGURES[name]
+    figure = function(*(json.loads((RESULTS / file).read_text()) for file in files))
+    path = folder / f"{name}.png"
     save(figure, path)
-    return str(path)
+    return path
 
 
 def save(figure, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Names of presets, chapters, engines, figures and exercises, for the options and for the modules that have the rest.
+"""Names of presets, chapters, engines and exercises, for the options and for the modules that have the rest.
 
 It imports only the standard library, so that `--help` and mistakes in options are answered before torch is imported.
 """
@@ -43,7 +43,6 @@ ENGINES = {
     "deepspeed2": Listed(GRADIENTS, ("conform",)),
     "deepspeed3": Listed(EVERYTHING, ("conform",)),
 }
-FIGURES = ("stages", "memory", "live", "lanes", "curves", "scaling")  # zerolab/measure/figures.py draws them
 EXERCISES = (  # zerolab/teach/exercises has a file for each
     *("zero1", "zero1_2psi", "zero2", "zero3", "clip_gradients", "micro_batches", "uneven_units", "own_prefetch"),
     *("hidden_reduction", "whole_matrices", "two_machines", "second_shard"),

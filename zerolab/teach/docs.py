@@ -8,13 +8,11 @@ A page is written by hand except between two marks, which a reader on GitHub doe
 
 `BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing. It lists stale pages, and
 the results that were measured on older code.
-Without it the figures are drawn too, into results/figures/. `./launch.sh docs --figure memory --from FILE --out FOLDER`
-draws one figure from your own file.
+Without it the figures are drawn too, into results/figures/.
 """
 
 import difflib
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -35,7 +33,6 @@ from zerolab.teach.articles import report as articles
 from zerolab.teach.articles.claim import ARTICLES
 from zerolab.teach.museum.exhibits import EXHIBITS
 
-FIGURES = ROOT / "results" / "figures"
 BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
 )
@@ -395,17 +392,14 @@ def older_results() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if --check finds a stale page, or 2 after an error."""
     options = docs_options.arguments(argv)
-    for file in options.source or ():
-        os.stat(file)  # an error that names it, if there is none
-    if options.figure is None:
-        stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
-        if options.check:
-            print("\n".join(older_results() or ["all results are of this code"]))
-            return int(stale > 0)
+    stale = update(pages(), BLOCKS, "./launch.sh docs", options.check)
+    if options.check:
+        print("\n".join(older_results() or ["all results are of this code"]))
+        return int(stale > 0)
     from zerolab.measure import figures  # only here, because it imports matplotlib
 
-    for name in figures.FIGURES if options.figure is None else [options.figure]:
-        print(f"written: {figures.draw(name, options.out or FIGURES, options.source)}", flush=True)
+    for name in figures.FIGURES:
+        print(f"written: {figures.draw(name)}", flush=True)
     return 0
 
 
