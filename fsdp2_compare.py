@@ -31,7 +31,6 @@ Run it: ./launch.sh compare 2 --preset tiny
 """
 
 import argparse
-import copy
 import gc
 import os
 import statistics
@@ -66,12 +65,11 @@ TOLERANCE = 1e-3
 TOLERANCE_BF16 = 1e-1
 
 WATCHED = 3  # the number of steps that the ledgers see. In the third one all optimizer states exist
-COMPARED = tuple(name for name, engine in ENGINES.items() if not engine.rows)  # `rows` need a grid of ranks
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = referee_options.arguments(argv)
-    options.engines = engine_file.chosen(options, "compare", COMPARED)
+    options.engines = engine_file.chosen(options, "compare")
     return options
 
 
@@ -82,9 +80,6 @@ class Referee:
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
         self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
-        # The initial weights are drawn once and copied for each engine, because drawing a billion numbers takes longer
-        # than copying them. They are drawn here, where no ledger counts them.
-        self.model = GPT(preset(options.preset), options.seed)
         self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
@@ -104,7 +99,7 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model. The weights are the same for every engine."""
-        model = copy.deepcopy(self.model).to(self.world.device)
+        model = GPT(preset(self.options.preset), self.options.seed).to(self.world.device)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # `fused`, because AdamW's default on CUDA allocates temporary tensors as large as the parameters.

@@ -70,7 +70,6 @@ NO_ENGINES = [
     ("zero2.py", LISTING, "is taken"),
     ("broken.py", "def build(:\n", "line 1: SyntaxError"),
     ("other.py", LISTING.replace('"zero1"', '"zero4"'), "'zero4'"),
-    ("engine.txt", LISTING, "ends in .py"),
     ("supports.py", LISTING.replace("COUNTERPART", "SUPPORTS"), "SUPPORTS is 'zero1', and must be a tuple"),
     ("list.py", LISTING.replace('"zero1"', "[]"), "COUNTERPART is []"),
     ("exits.py", "raise SystemExit(4)\n", "line 1: SystemExit: 4"),

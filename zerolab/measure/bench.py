@@ -40,7 +40,7 @@ peak MB      the most that was alive at once in a step, in 10^6 bytes
 
 def arguments(argv=None) -> argparse.Namespace:
     options = bench_options.arguments(argv)
-    options.engines = engine_file.chosen(options, "bench", ENGINES)
+    options.engines = engine_file.chosen(options, "bench")
     return options
 
 

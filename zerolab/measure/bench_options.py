@@ -66,7 +66,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     parser.beside("--host", "--rounds", "--json")
     parser.beside("--sweeps", "--preset", "--rounds", "--batch", "--seq", "--backend", "--device", "--json", "--anyway")
-    check_engines(parser, options)
+    check_engines(parser, options, engines_of("bench"))
     if options.sweeps is not None and not any(options.sweeps in name for name in SWEEPS):
         parser.error(f"no sweep has {options.sweeps!r} in its name. The sweeps are: {'; '.join(SWEEPS)}")
     check_seq(parser, options)

@@ -35,7 +35,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
     if options.device != "fake" and not process_group.count_gpus():
         raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
-    options.engines = registry.chosen(options.engines, "memory", registry.named("memory"))
+    options.engines = registry.chosen(options.engines, "memory")
     return options
 
 

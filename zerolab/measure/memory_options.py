@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "of this rank (default fake)",
     )
     options = parser.parse_args(argv)
-    check_engines(parser, options)
+    check_engines(parser, options, engines_of("memory"))
     check_seq(parser, options)
     check_batch(parser, options)
     if options.up_to and options.ranks:

@@ -30,17 +30,16 @@ FEATURES = {  # what SUPPORTS may list
 }
 
 
-def chosen(options, command: str, known: tuple[str, ...]) -> list[str]:
+def chosen(options, command: str) -> list[str]:
     """The engines of `--engines`, and of every `--engine-file`, as names of the registry. Raises ValueError."""
     own = enter(options.engine_file, command)
-    names = engines.chosen(options.engines, command, (*known, *own))
-    return list(dict.fromkeys([*names, *own]))
+    return list(dict.fromkeys([*engines.chosen(options.engines, command), *own]))
 
 
 def enter(paths: list[str], on: str) -> list[str]:
     """The names of the engines in the files `paths`, which are in the registry from here on, run by the command `on`.
 
-    Raises ValueError for what is no such file, and for a name that is taken.
+    Raises ValueError for a file without an engine, and for a name that is taken.
     """
     names = []
     for given in paths:
@@ -53,8 +52,6 @@ def enter(paths: list[str], on: str) -> list[str]:
 
 def _enter(path: Path, on: str) -> str:
     name = path.stem
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"it must be a file whose name ends in .py, and {path.resolve()} is not one")
     if name in ENGINES:
         raise ValueError(f"the name {name!r} is taken, so rename the file")
     found = _load(path)

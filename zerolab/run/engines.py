@@ -17,7 +17,7 @@ from zero2 import ZeRO2
 from zero3 import ZeRO3
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine
 from zerolab.run import counterparts, deepspeed_engine, names
-from zerolab.run.command_line import did_you_mean
+from zerolab.run.shared_options import split
 
 CHAPTERS = {"zero1": ZeRO1, "zero2": ZeRO2, "zero3": ZeRO3}
 STAGES = {"zero1": ZeRO1Engine, "zero2": ZeRO2Engine, "zero3": ZeRO3Engine}  # the engines, subclasses of the chapters
@@ -306,22 +306,16 @@ def installed(name: str) -> bool:
     return ENGINES[name].needs is None or importlib.util.find_spec(ENGINES[name].needs) is not None
 
 
-def chosen(given: str | None, command: str, known: tuple[str, ...] | None = None) -> list[str]:
+def chosen(given: str | None, command: str) -> list[str]:
     """The engines of an option `--engines a,b` (None: the command's default), each once.
 
-    `known` are those that the command can run (default: all). Raises ValueError for another name, and for none.
+    The command's options have checked the names. Raises ValueError if a package is not installed.
     """
-    known = tuple(ENGINES) if known is None else known
-    given = ",".join(name for name in named(command) if name in known) if given is None else given
-    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    names = list(dict.fromkeys(named(command) if given is None else split(given)))
     for name in names:
-        if name not in known:
-            raise ValueError(f"no engine {name!r}{did_you_mean(name, known)} Use one or more of: {', '.join(known)}")
         if not installed(name):
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' installs it")
-    if not names:
-        raise ValueError(f"--engines is empty. Use one or more of: {', '.join(known)}")
     return names
 
 
