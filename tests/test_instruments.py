@@ -230,7 +230,7 @@ def memory_and_spans_on_one_clock(folder: str) -> None:
     """The trace of a step on a GPU whose clock is not the host's: the memory's curve is as long as the spans."""
     with gpus(0, lambda: 1000 * time.perf_counter()):
         world = World(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0), "gloo", "")
-        config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy", accumulate=1)
+        config, options = PRESETS["toy"], SimpleNamespace(trace=f"{folder}/trace.json", preset="toy")
         options.chapter = "zero3"
         batch = Batches(torch.arange(1000) % config.vocab, 1, config.seq, 0, torch.device("cpu"))(0, world.rank)
         model = GPT(config)

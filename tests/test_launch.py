@@ -66,14 +66,6 @@ def test_the_referee_keeps_its_results_where_the_user_stands(tmp_path):
     assert result.stdout.endswith(f"written: {file}\n") and json.loads(file.read_text())["match"]
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_anything_trains(monkeypatch, capsys):
-    monkeypatch.chdir("/proc")  # like a read-only clone
-    with pytest.raises(
-        ValueError, match="cannot write to /proc/runs: .* Start in a different folder, or use --json FILE"
-    ):
-        referee.arguments(["--preset", "toy"])
-
-
 @pytest.mark.long
 def test_what_cannot_be_written_is_named_below_the_results():
     (result,) = started.on_ranks(["fsdp2_compare.py", *SMALL, "--json", "/dev/full"], 1)
@@ -102,15 +94,15 @@ def test_the_referee_in_bfloat16(tmp_path):
 def test_a_chapter_walks_through_a_step(tmp_path, stage):
     """ZeRO-2's is in its notebook, which tests/test_notebooks.py runs."""
     trace = tmp_path / "trace.json"
-    more = ["--bucket-mb", "0", "--map", "--accumulate", "2"] if stage == "zero1" else ["--checkpoint-activations"]
+    more = ["--bucket-mb", "0", "--map"] if stage == "zero1" else []
     options = ["--device", "cpu", "--preset", "toy", "--steps", "2", *more, "--trace", str(trace)]
     result = started.launch(stage, "2", *options)
     assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr[-3000:]
     for words in ("Step 0 partition", "Step 1 forward", "Step 2 backward", "Step 3 reduce", "Step 4 update", "holds"):
         assert words in result.stdout, words
     if stage == "zero1":  # with a bucket per parameter, as two articles cut, every rank owns a part of each
-        assert "Step 5 gather parameters" in result.stdout and result.stdout.count("Step 1 forward") == 2
-        assert "3.000 Ψ x (N-1)/N" in result.stdout  # two micro-batches send no more
+        assert "Step 5 gather parameters" in result.stdout
+        assert "3.000 Ψ x (N-1)/N" in result.stdout
         assert len([line for line in result.stdout.splitlines() if "ranks 0 to 1" in line]) == 28, result.stdout
     written = json.loads(trace.read_text())
     events = written["traceEvents"]

@@ -78,12 +78,6 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     assert seen.peak == pytest.approx(state, rel=0.03)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.long), thorough("zero1"), thorough("zero3")])
-def test_the_peak_of_several_backwards_is_what_its_formula_says(stage):
-    row = dry(stage, "--preset", "tiny", "4", "--seq", "2", "--batch", "3", "--accumulate", "3")
-    assert row["state_peak_bytes"] == pytest.approx(row["state_peak_formula_bytes"], rel=0.005)
-
-
 @pytest.mark.parametrize(
     "ranks, more",
     (

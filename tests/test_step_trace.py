@@ -75,15 +75,3 @@ def test_without_prefetching_each_unit_is_gathered_right_before_it_computes():
         expected = ["gather 2 | compute 2 | free 2, reduce 2", "gather 1 | compute 1 | free 1, reduce 1"]
         assert [line for line in lines if line in expected] == expected, lines
         assert "gather root | compute root" in lines and "gather 0 | compute 0 | free 0" in lines
-
-
-def test_micro_batches_are_numbered():
-    """Each forward and its backward have the same number. With one of each there is no number."""
-    from zerolab.measure.step_trace import StepTrace
-
-    several, one = StepTrace(None, None, 2), StepTrace(None, None)
-    assert several.numbered("1 forward") == "Step 1 forward, micro-batch 1 of 2"
-    assert several.numbered("2 backward") == "Step 2 backward, micro-batch 1 of 2"
-    assert several.numbered("1 forward") == "Step 1 forward, micro-batch 2 of 2"
-    assert several.numbered("3 reduce gradients") == "Step 3 reduce gradients"
-    assert one.numbered("1 forward") == "Step 1 forward"

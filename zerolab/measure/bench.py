@@ -21,7 +21,7 @@ from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
 from zerolab.measure.watched_step import allocator_of, watched_step
-from zerolab.run import engine_file, engines, json_file, process_group
+from zerolab.run import engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import World
@@ -40,7 +40,7 @@ peak MB      the most that was alive at once in a step, in 10^6 bytes
 
 def arguments(argv=None) -> argparse.Namespace:
     options = bench_options.arguments(argv)
-    options.engines = engine_file.chosen(options, "bench")
+    options.engines = engines.chosen(options.engines, "bench")
     return options
 
 
@@ -85,7 +85,6 @@ def rows_of_times(times: dict[str, list[float]]) -> dict[str, dict]:
     return rows
 
 
-@engine_file.named_in_errors()
 def measure_together(variants: dict[str, dict], batch, options: argparse.Namespace, world: World) -> dict[str, dict]:
     """{label: what was measured}, as the maximum over the ranks. A collective."""
     config, found = preset(options.preset), {}

@@ -8,7 +8,6 @@ from zerolab.run.shared_options import (
     ENGINE,
     RANKS,
     add_batch,
-    add_engine_file,
     add_engines,
     add_hardware,
     add_json,
@@ -37,7 +36,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("bench [N]", DESCRIPTION, EXAMPLES)
     add_preset(parser)
     add_engines(parser, engines_of("bench"))
-    add_engine_file(parser)
     parser.add_argument(
         "--rounds",
         type=positive_int,

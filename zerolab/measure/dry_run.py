@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerolab.measure.fake_ranks import build_alone
 from zerolab.measure.held import optimizer_of
 from zerolab.measure.ledger import PARTS, PartsLedger
-from zerolab.measure.memory_formulas import formula_of_peak, held_by_formula, letters
+from zerolab.measure.memory_formulas import PEAKS, held_by_formula, letters
 from zerolab.measure.traffic import Collective
 from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import micro_batches
@@ -46,11 +46,11 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
     allocator = allocator_of(device)
     fake = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with fake, PartsLedger() as memory:
-        model = make_model(getattr(options, "config", None) or preset(options.preset), device)
+        model = make_model(preset(options.preset), device)
         dtype = DTYPES[options.dtype]
         if options.checkpoint_activations:
             checkpoint_blocks(model, casts=ENGINES[name].casts and dtype is not None)
-        of = letters(model, options.ranks, accumulate=options.accumulate)
+        of = letters(model, options.ranks)
         # foreach, CUDA's default, allocates intermediates as large as the parameters, which no engine causes.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False, fused=device.type != "cpu")
         engine = build_alone(name, model, optimizer, device, dtype=dtype)
@@ -65,7 +65,7 @@ def watched_row(name: str, options: argparse.Namespace, device: torch.device) ->
         tensors = sum(len(group["params"]) for group in optimizer_of(engine).param_groups)
         del engine
     held = held_by_formula(name, options.dtype, of.Ψ, options.ranks)
-    formula = formula_of_peak(name, options.dtype, options.accumulate)
+    formula = PEAKS.get(name) if options.dtype == "fp32" and options.accumulate == 1 else None
     peak = memory.peak_moment()
     row = {
         "held_bytes": seen.held,

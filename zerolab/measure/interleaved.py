@@ -3,11 +3,8 @@
 Also the ratios of such times over several launches of the referee, for a page and a notebook.
 """
 
-import json
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,12 +55,3 @@ def ratios(reports: list[dict]) -> dict[str, list[float]]:
             if name in times and base in times:
                 found.setdefault(f"{name} / {base}", []).append(times[name] / times[base])
     return found
-
-
-def lines_of_ratios(files: list[str]) -> list[str]:
-    """The table of the ratios in these files of the referee."""
-    reports = [json.loads(Path(file).read_text()) for file in files]
-    lines = [f"{'step time':<38}median   lowest  highest  of {len(files)} launches"]
-    for name, values in ratios(reports).items():
-        lines.append(f"{name:<38}{statistics.median(values):>6.2f} {min(values):>8.2f} {max(values):>8.2f}")
-    return lines

@@ -97,7 +97,7 @@ def all_tables(results: dict) -> str:
     held = f"Held by one rank right before the update, {unit}"
     lines += ["", f"{held}, and {formula_name(results)}:", *held_table(ran, size)]
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, size)]
-    lines += state_table(ran, results["dtype"], unit, size)
+    lines += state_table(ran, unit, size)
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
     lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
@@ -140,18 +140,16 @@ def peak_table(engines: dict[str, dict], size: float) -> list[str]:
     return [*tables.text(rows, left=(0, 2, 3), rule=False), *more]
 
 
-def state_table(engines: dict[str, dict], precision: str, unit: str, size: float) -> list[str]:
-    """The stages' peaks without activations and temporaries, and their formulas."""
-    if not any(name.startswith("zero") for name in engines):
-        return []
-    if precision != "fp32":
-        return ["", "The stages' formulas for the peak are for fp32."]
+def state_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
+    """The stages' peaks without activations and temporaries, and their formulas, for fp32 and one backward a step."""
     rows = [["engine", "peak", "formula", "off by", "which is, in bytes"]]
     for name, row in engines.items():
         if row["state_peak_formula"]:
             measured, formula = row["state_peak_bytes"], row["state_peak_formula_bytes"]
             off = f"{measured / formula - 1:+.3%}"
             rows.append([name, f"{measured / size:.3f}", f"{formula / size:.3f}", off, row["state_peak_formula"]])
+    if len(rows) == 1:
+        return []
     return [
         "",
         f"Without activations and temporaries, {unit}, and the formula of each stage:",

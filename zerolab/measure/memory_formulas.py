@@ -65,36 +65,14 @@ def zero3_peak(of: Letters) -> float:
     return 4 * (4 * of.Ψ - of.R - (of.p + 1) * of.U) / of.N + 4 * of.R + 4 * (of.p + 3) * of.U
 
 
-def zero2_peak_of_several(of: Letters) -> float:
-    return 4 * of.Ψ + 12 * of.Ψ / of.N + 4 * of.A + 4 * of.B + 4 * of.A / of.N
-
-
-def zero3_peak_of_several(of: Letters) -> float:
-    return 16 * of.Ψ / of.N + 4 * of.R + 4 * (of.p + 3) * of.U + 4 * of.U / of.N
-
-
-# The exact peaks, in bytes, for float32 and AdamW, without activations and temporaries. (The chapters have a shorter
-# formula, for buckets or units of equal size. zero3.py's has H, the gradient of a head that does not share the
-# embedding's weight. In all presets it does.)
+# The exact peaks, in bytes, of a step with one backward, in float32 with AdamW, without activations and temporaries.
+# (The chapters have a shorter formula, for buckets or units of equal size. zero3.py's has H, the gradient of a head
+# that does not share the embedding's weight. In all presets it does.)
 PEAKS = {
     "zero1": Formula("8Ψ + 8Ψ/N + 4G", zero1_peak),
     "zero2": Formula("4Ψ + 8Ψ/N + 4(Ψ - T)/N + 4A + 4B", zero2_peak),
     "zero3": Formula("4(4Ψ - R - (p + 1)U)/N + 4R + 4(p + 3)U", zero3_peak),
 }
-# With several backwards for a step the peak is in the second one or later: the shards of the earlier gradients are
-# there, and each new shard exists until it is added to the old one.
-PEAKS_OF_SEVERAL = {
-    "zero1": PEAKS["zero1"],
-    "zero2": Formula("4Ψ + 12Ψ/N + 4A + 4B + 4A/N", zero2_peak_of_several),
-    "zero3": Formula("16Ψ/N + 4R + 4(p + 3)U + 4U/N", zero3_peak_of_several),
-}
-
-
-def formula_of_peak(name: str, precision: str, accumulate: int) -> Formula | None:
-    """The stage's formula of the peak. None for other engines, and for mixed precision."""
-    if precision != "fp32":
-        return None
-    return (PEAKS if accumulate == 1 else PEAKS_OF_SEVERAL).get(name)
 
 
 class Layout(Bucket):
@@ -104,15 +82,14 @@ class Layout(Bucket):
         return self.params[0].detach().new_empty(1).expand(self.numel)
 
 
-def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1, accumulate: int = 1) -> Letters:
+def letters(model: GPT, ranks: int, bucket_mb: float | None = None, prefetch: int = 1) -> Letters:
     """The letters for a GPT in a process group of `ranks`, without building its engine."""
     units = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
     sizes = [param.numel() for param in model.parameters()]
     ahead = 0 if ranks == 1 else max(0, min(prefetch, len(units) - 2))
     made = [Layout("", some, None) for some in group_by_size(model, bucket_mb)]
-    share = 1 / ranks if accumulate == 1 else 0  # with several backwards all shards are there, so T does not count
     found = [_of_bucket(made[number:], made[max(0, number - 1)]) for number in range(len(made))]
-    worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] * share)
+    worst = max(found, key=lambda of: of["A"] + of["B"] - of["T"] / ranks)
     return Letters(Ψ=sum(sizes), N=ranks, G=max(sizes), U=max(units), R=sum(sizes) - sum(units), p=ahead, **worst)
 
 

@@ -1,7 +1,6 @@
 """The options of `./launch.sh compare`."""
 
 import argparse
-from pathlib import Path
 
 from zerolab.run.names import ENGINES, engines_of
 from zerolab.run.shared_options import (
@@ -21,7 +20,6 @@ from zerolab.run.shared_options import (
     add_training,
     check_batch,
     check_engines,
-    check_folder,
     check_seq,
     check_writable,
     machines,
@@ -96,6 +94,4 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) and machines() > 1:
             parser.error(f"{option} compares the clocks of the ranks, so it works on one machine only: unset NNODES")
     check_writable("--json", options.json)
-    if options.json is None:
-        check_folder(Path("runs"), "--json FILE")
     return options

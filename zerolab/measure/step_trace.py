@@ -48,28 +48,16 @@ def held_in_words(engine) -> str:
 
 
 class StepTrace(Listener):
-    """Lines of a step: `with memory, Timeline(engine, listener=StepTrace(engine, memory))`, and one training step.
+    """Lines of a step: `with memory, Timeline(engine, listener=StepTrace(engine, memory))`, and one training step."""
 
-    With several micro-batches, forwards and backwards are numbered: "Step 1 forward, micro-batch 2 of 4".
-    """
-
-    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
+    def __init__(self, engine, memory: MemoryLedger):
         self.engine, self.memory = engine, memory
-        self._micro_batches, self._micro_batch = micro_batches, 0
         self._depth = 0  # how many labelled steps are open
-
-    def numbered(self, step: str) -> str:
-        """The line for the beginning of "1 forward", for example."""
-        if step.startswith("1"):
-            self._micro_batch += 1
-        if self._micro_batches > 1 and step[0] in "12":
-            return f"Step {step}, micro-batch {self._micro_batch} of {self._micro_batches}"
-        return f"Step {step}"
 
     def step_begins(self, step: Span, depth: int) -> None:
         self._depth = depth
         if depth == 1:
-            self.line(self.numbered(step.name))
+            self.line(f"Step {step.name}")
 
     def step_ends(self, step: Span, depth: int) -> None:
         self._depth = depth - 1
@@ -80,8 +68,8 @@ class StepTrace(Listener):
 class BucketTrace(StepTrace):
     """ZeRO-1 and -2: a line per collective. Equal lines in a row become one line with a count."""
 
-    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        super().__init__(engine, memory, micro_batches)
+    def __init__(self, engine, memory: MemoryLedger):
+        super().__init__(engine, memory)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
         self._last, self._count, self._live = None, 0, 0
 
@@ -118,8 +106,8 @@ class BucketTrace(StepTrace):
 class UnitTrace(StepTrace):
     """ZeRO-3: the sequence at the top of zero3.py, a line for each unit that computes, with a bar of what is alive."""
 
-    def __init__(self, engine, memory: MemoryLedger, micro_batches: int = 1):
-        super().__init__(engine, memory, micro_batches)
+    def __init__(self, engine, memory: MemoryLedger):
+        super().__init__(engine, memory)
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive (0: a line of text only)
         self._groups: list[tuple[str, list[str]]] = []  # of the line being written: (verb, names of units)
         self._sent = 0.0

@@ -17,12 +17,11 @@ from zerolab.measure.ledger import PartsLedger
 from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words
 from zerolab.measure.timeline import Timeline, chrome_trace
 from zerolab.measure.watched_step import watched_step
-from zerolab.run import json_file, micro_batches, process_group
+from zerolab.run import json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import World
-from zerolab.run.recompute import checkpoint_blocks
 
 
 def headline(chapter: str) -> str:
@@ -33,9 +32,9 @@ def headline(chapter: str) -> str:
 def main() -> None:
     options = walkthrough_options.arguments()
     seq = preset(options.preset).seq
-    text = load_text(options.data, seq)
+    text = load_text(None, seq)
     world = process_group.start(options.backend, options.device)
-    batches = Batches(text, options.batch, seq, options.seed, world.device)
+    batches = Batches(text, options.batch, seq, 0, world.device)
     ready = [batches(step, world.rank) for step in range(options.steps)]  # before anything is counted
 
     def print_wrapped(text: str) -> None:
@@ -47,13 +46,14 @@ def main() -> None:
         "this is rank 0."
     )
     with PartsLedger() as memory:
-        model = _model(options, world)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=world.device.type != "cpu")
+        # Every rank draws different weights, and the engine broadcasts rank 0's.
+        model = GPT(preset(options.preset), seed=world.rank).to(world.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=world.device.type != "cpu")
         engine = CHAPTERS[options.chapter](model, optimizer, **_own(options))
         print_wrapped(_partition(engine, options))
         for number, batch in enumerate(ready[:-1], 1):
             memory.start_step(engine)
-            loss = _train(engine, batch, options)
+            loss = engine.training_step(*batch, next_token_loss)
             print_wrapped(f"training step {number}: loss {loss.item():.4f} on this rank's batch")
         _print_trace(engine, memory, ready[-1], options, print_wrapped)
     if options.trace:
@@ -66,26 +66,13 @@ def _own(options: argparse.Namespace) -> dict:
     return {name: value for name, value in vars(options).items() if name in ("bucket_mb", "prefetch")}
 
 
-def _model(options: argparse.Namespace, world: World) -> GPT:
-    # Every rank draws different weights, and the engine broadcasts rank 0's.
-    model = GPT(preset(options.preset), options.seed + world.rank).to(world.device)
-    if options.checkpoint_activations:
-        checkpoint_blocks(model, casts=False)
-    return model
-
-
-def _train(engine, batch, options: argparse.Namespace) -> torch.Tensor:
-    return micro_batches.training_step(engine, *batch, next_token_loss, options.accumulate)
-
-
 def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace, print_wrapped) -> None:
     """Print one training step, event by event, and what it sent."""
-    again = "; backward recomputes each block's forward" if options.checkpoint_activations else ""
-    print_wrapped(f"training step {options.steps}, event by event{again}.\n")
+    print_wrapped(f"training step {options.steps}, event by event.\n")
     kind = UnitTrace if hasattr(engine, "units") else BucketTrace
-    trace = kind(engine, memory, options.accumulate)
+    trace = kind(engine, memory)
     with watched_step(engine, memory) as seen, Timeline(engine, listener=trace):
-        loss = _train(engine, batch, options)
+        loss = engine.training_step(*batch, next_token_loss)
     trace.close()
     print_wrapped("\n".join([trace.how_to_read(), *trace.lines]))
     print_wrapped(
@@ -108,7 +95,7 @@ def _trace(engine, batch, world: World, options: argparse.Namespace) -> None:
     timeline = Timeline(engine, world.device)
     with PartsLedger(engine) as memory, timeline:
         memory.clock = timeline.now
-        _train(engine, batch, options)
+        engine.training_step(*batch, next_token_loss)
         memory.clock = time.perf_counter
     # Memory that was alive before the timeline was opened is alive from its beginning.
     live = [(max(0.0, timeline.seconds(moment.when)), moment.live) for moment in memory.moments()]

@@ -6,13 +6,9 @@ import sys
 from zerolab.run.names import CHAPTERS
 from zerolab.run.shared_options import (
     RANKS,
-    add_accumulate,
     add_batch,
-    add_checkpoint_activations,
     add_hardware,
     add_preset,
-    add_training,
-    check_batch,
     check_writable,
     make_parser,
     non_negative_float,
@@ -42,7 +38,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--steps", type=positive_int, default=5, help="the number of training steps, 2 or more (default 5)"
     )
     add_batch(parser, 4)
-    add_accumulate(parser)
     if name == "zero3":
         parser.add_argument(
             "--prefetch",
@@ -61,8 +56,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             help="the largest size in MiB of a bucket, which is a group of parameters that are sent together; with 0 "
             "each parameter is its own bucket (default 2.0)",
         )
-    add_checkpoint_activations(parser)
-    add_training(parser)
     parser.add_argument(
         "--map",
         action="store_true",
@@ -78,6 +71,5 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options.chapter = name
     if options.steps < 2:  # the first creates the optimizer's state, the last is printed event by event
         parser.error(f"--steps must be 2 or more, got {options.steps}")
-    check_batch(parser, options)
     check_writable("--trace", options.trace)
     return options

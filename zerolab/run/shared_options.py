@@ -6,7 +6,6 @@ and exit status 2, before torch is imported.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -272,28 +271,6 @@ def check_writable(option: str, path: str | None) -> None:
         raise ValueError(f"cannot write {option} {path!r}: {error.strerror}") from error
     if new:
         os.remove(path)
-
-
-def check_folder(folder: Path, instead: str) -> None:
-    """Raise ValueError if no file can be written into `folder`, which may not exist yet. Nothing is left behind.
-
-    `instead` is the option with which users choose a different place.
-    """
-    if "RANK" in os.environ:
-        return
-    new, file = not folder.exists(), folder / f".writable-{os.getpid()}"
-    try:
-        folder.mkdir(exist_ok=True)
-        file.write_bytes(bytes(4096))  # a full disk accepts an empty file
-        file.unlink()
-    except OSError as error:
-        where = folder.absolute()
-        raise ValueError(
-            f"cannot write to {where}: {error.strerror}. Start in a different folder, or use {instead}"
-        ) from error
-    if new:
-        with contextlib.suppress(OSError):  # another command may have put a file there meanwhile
-            folder.rmdir()
 
 
 def check_world_size(options: argparse.Namespace, world_size: int) -> None:
