@@ -1,7 +1,6 @@
 """Functions that run on every rank, each with a simulated GPU: some have races that must be found, some have none."""
 
 import contextlib
-import ctypes
 import json
 import tempfile
 from functools import partial
@@ -191,20 +190,6 @@ def loads_without_waiting(stage: str, of_a_checkpoint: bool) -> list[str]:
     return findings.found()
 
 
-def counterpart_trains(name: str, offload: bool, dtype) -> list[str]:
-    """Train one of torch's engines for a few steps."""
-    findings.forget()
-    torch.manual_seed(0)
-    device = torch.device("cuda", torch.cuda.current_device())
-    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    model = GPT(CONFIG).to(device)
-    engine = engines.build(name, model, ADAMW(model.parameters()), device, dtype=dtype, **options)
-    for step in range(3):
-        engine.training_step(*batch(step), next_token_loss)
-    torch.cuda.synchronize()
-    return findings.found()
-
-
 # Groups.
 
 
@@ -318,26 +303,6 @@ def different_collectives() -> str:
     return message_of(lambda: dist.all_reduce(tensor))
 
 
-def an_output_on_another_gpu() -> str:
-    """Below torch, which would refuse it: NCCL is given an output on the next GPU."""
-    nccl, comm, unique = ctypes.CDLL("libnccl.so.2"), ctypes.c_void_p(), (ctypes.c_char * 128)()
-    mine = torch.cuda.current_device()
-    here, there = (
-        torch.ones(4, device=torch.device("cuda", gpu)) for gpu in (mine, (mine + 1) % torch.cuda.device_count())
-    )
-    nccl.ncclGetUniqueId(unique)
-
-    class Id(ctypes.Structure):
-        _fields_ = [("internal", ctypes.c_char * 128)]
-
-    nccl.ncclCommInitRankConfig.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int, ctypes.c_void_p]
-    assert nccl.ncclCommInitRankConfig(ctypes.byref(comm), 1, Id.from_buffer_copy(unique), 0, None) == 0
-    pointers = ctypes.c_void_p(here.data_ptr()), ctypes.c_void_p(there.data_ptr())
-    assert nccl.ncclAllReduce(*pointers, ctypes.c_size_t(4), 7, 0, comm, None) != 0
-    nccl.ncclGetLastError.restype = ctypes.c_char_p
-    return nccl.ncclGetLastError(comm).decode()
-
-
 def the_host_reads_before_a_copy_is_over() -> list[str]:
     findings.forget()
     tensor, host = torch.ones(1000, device="cuda"), torch.empty(1000, pin_memory=True)
@@ -349,12 +314,17 @@ def the_host_reads_before_a_copy_is_over() -> list[str]:
 
 
 def print_peaks(*argv: str) -> None:
-    """In a separate process: {engine: the allocator's peak in bytes that were asked for, before rounding up}."""
+    """In a separate process: {engine: its peak in bytes by the dry run, and by the allocator}.
+
+    The allocator's are bytes that were asked for, because it rounds them up to blocks.
+    """
 
     def requested(what: str):
         return lambda *_: torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
 
     torch.cuda.init()
     torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated = requested("current"), requested("peak")
-    found = memory.measure_all(memory.arguments([*argv, "--device", "cuda"]))["engines"]
-    print(json.dumps({name: row["peak_bytes"] for name, row in found.items()}))
+    fake, real = (
+        memory.measure_all(memory.arguments([*argv, "--device", kind]))["engines"] for kind in ("fake", "cuda")
+    )
+    print(json.dumps({name: (row["peak_bytes"], real[name]["peak_bytes"]) for name, row in fake.items()}))
