@@ -80,7 +80,7 @@ NO_ENGINES = [
 def test_what_is_no_engine_is_refused_before_ranks_are_started(monkeypatch, engine_file, name, text, words):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ValueError, match=re.escape(words)) as refused, patch.dict(ENGINES):
-        enter([str(engine_file(name, text))], "compare")
+        enter([str(engine_file(name, text))])
     assert "--engine-file" in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -121,7 +121,7 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["memory", "--preset", "toy", "4", "--json", str(file)])
     memory.main()
     text, results = capsys.readouterr().out, json.loads(file.read_text())
-    assert results["ranks"] == 4 and tuple(results["engines"]) == memory.registry.named("memory")
+    assert results["ranks"] == 4 and tuple(results["engines"]) == names.engines_of("memory")
     for name, row in results["engines"].items():
         assert set(row["held_bytes"]) == set(HELD) and set(row["peak_parts"]) <= set(PARTS) and name in text
         assert sum(row["peak_parts"].values()) == row["peak_bytes"], "every byte of the peak has a name"
@@ -175,7 +175,7 @@ def test_cuda_without_a_gpu_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", memory.registry.named("memory"))
+@pytest.mark.parametrize("name", names.engines_of("memory"))
 def test_real_allocations_are_close_to_the_dry_run(name):
     argv = ["--preset", "small", "4"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cuda")

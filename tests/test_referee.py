@@ -53,7 +53,7 @@ def test_the_verdict_has_what_is_proved_and_what_is_not():
 def difference(file: str, accumulate: int) -> float:
     """On one rank: what the referee's first pass finds of the engine in a file."""
     with mock.patch.dict(ENGINES):
-        (name,) = engine_file.enter([file], "compare")
+        (name,) = engine_file.enter([file])
         with mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}):  # so ranks do not check runs/
             options = referee.arguments(["--preset", "toy", "--engines", "ddp", "--accumulate", str(accumulate)])
         options.engines = [name]

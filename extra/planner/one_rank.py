@@ -11,10 +11,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from zerolab.run import engines as registry
 from zerolab.run.counterparts import DDPStandIn
 from zerolab.run.model import GPT, GPTConfig, next_token_loss
+from zerolab.run.names import engines_of
 from zerolab.run.recompute import checkpoint_blocks
 
 # From the first one, for a model that fits anyway, to the last one, for a model that fits with no other.
-ENGINES = registry.named("plan")
+ENGINES = engines_of("plan")
 BY_UNIT = tuple(name for name in ENGINES if "prefetch" in registry.ENGINES[name].takes)
 BUCKETED = tuple(name for name in ENGINES if "bucket_mb" in registry.ENGINES[name].takes)
 DDP_BUCKET_MB = 25  # MiB, as torch has it

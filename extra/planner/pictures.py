@@ -1,12 +1,12 @@
 """The planner's figures. They show predictions, and their labels say so."""
 
 from zerolab.measure.figures import COLOURS, INK, PAPER, SHADE, engine_look, new
-from zerolab.run.engines import named
+from zerolab.run.names import engines_of
 
 # Here an engine has a colour as well: no part and no activity is shown.
 HUES = [COLOURS[part] for part in ("parameters", "gradients", "optimizer", "activations", "temporaries", "broadcast")]
 HUES += [COLOURS["forward"], COLOURS["host"]]
-COLOUR_OF = dict(zip(named("plan"), HUES))
+COLOUR_OF = dict(zip(engines_of("plan"), HUES))
 
 
 def _look(engine: str, **own) -> dict:

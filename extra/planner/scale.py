@@ -8,12 +8,12 @@ from extra.planner.plan_options import cluster_of
 from extra.planner.predict import predict
 from extra.planner.published import ROWS, Row
 from extra.planner.words import gpus
-from zerolab.run.engines import named
 from zerolab.run.model import preset
+from zerolab.run.names import engines_of
 from zerolab.run.progress import with_progress
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
-ENGINES = named("scale")
+ENGINES = engines_of("scale")
 PRESETS = ("7b", "70b")
 COVERED = {
     "infiniband": 512,

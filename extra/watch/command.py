@@ -38,7 +38,7 @@ def settle(options: argparse.Namespace) -> None:
     settle_ranks(options)
     if options.bug is not None:
         of_exhibit(options.bug)  # raises ValueError for a bug that no step shows
-    for name in engine_file.enter(options.engine_file, "watch"):
+    for name in engine_file.enter(options.engine_file):
         TITLES[name] = ENGINES[name].title
     settle_files(options)
 

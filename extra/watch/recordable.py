@@ -10,11 +10,12 @@ import torch
 from zerolab.run import engines
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, next_token_loss, preset
+from zerolab.run.names import engines_of
 from zerolab.run.process_group import World
 from zerolab.teach.museum.exhibits import EXHIBITS
 from zerolab.teach.museum.loop import BATCH, SHAPE, Loop
 
-TITLES = {name: engines.ENGINES[name].title for name in engines.named("watch")}
+TITLES = {name: engines.ENGINES[name].title for name in engines_of("watch")}
 CHAPTERS = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3-prefetch0": 3}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
 NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show

@@ -22,14 +22,15 @@ PATIENCE = 20  # seconds that a collective may take; then it is a hang
 def engines_of(given):
     """The engines by the names and absolute paths that `--engine` of pytest gets. Raises ValueError."""
     from zerolab.run import engine_file, engines
+    from zerolab.run import names as registered
 
     chapters = [f"{name}.py" for name in engines.CHAPTERS]
-    names = given or [*chapters, *filter(engines.installed, engines.named("conform"))]
+    names = given or [*chapters, *filter(engines.installed, registered.engines_of("conform"))]
     found = []
     for name in names:
         if name.endswith(".py") and name not in chapters:
             path = str(Path(name).resolve())
-            engine_file.enter([path], "conform")
+            engine_file.enter([path])
             found.append(path)
         else:
             found += [name] if name in chapters else engines.chosen(name, "conform")

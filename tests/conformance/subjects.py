@@ -102,7 +102,7 @@ def subject(name: str) -> Subject:
     if name.endswith(".py"):
         known = {engine.file: engine for engine in engines.ENGINES.values()}
         if name not in known:
-            engine_file.enter([name], "conform")
+            engine_file.enter([name])
             known = {engine.file: engine for engine in engines.ENGINES.values()}
         entry = known[name]
     else:

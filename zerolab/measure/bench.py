@@ -24,11 +24,11 @@ from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
+from zerolab.run.names import engines_of
 from zerolab.run.process_group import World
 from zerolab.run.progress import with_progress
 
-ENGINES = engines.named("bench")
-ON_HOST = ("plain", *(name for name in ENGINES if "memory" in engines.ENGINES[name].on))  # they run on one process
+ON_HOST = ("plain", *engines_of("memory"))  # these run on one process
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds

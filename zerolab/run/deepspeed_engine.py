@@ -52,18 +52,6 @@ def config(stage: int, model: nn.Module, dtype: torch.dtype | None) -> dict:
     }
 
 
-def stage1(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
-    return build(model, optimizer, device, stage=1, dtype=dtype)
-
-
-def stage2(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
-    return build(model, optimizer, device, stage=2, dtype=dtype)
-
-
-def stage3(model: nn.Module, optimizer, device: torch.device, dtype=None) -> "DeepSpeedStep":
-    return build(model, optimizer, device, stage=3, dtype=dtype)
-
-
 def build(model: nn.Module, optimizer, device: torch.device, stage: int, dtype=None) -> "DeepSpeedStep":
     """DeepSpeed's engine of that stage around `model`."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)

@@ -32,25 +32,25 @@ FEATURES = {  # what SUPPORTS may list
 
 def chosen(options, command: str) -> list[str]:
     """The engines of `--engines`, and of every `--engine-file`, as names of the registry. Raises ValueError."""
-    own = enter(options.engine_file, command)
+    own = enter(options.engine_file)
     return list(dict.fromkeys([*engines.chosen(options.engines, command), *own]))
 
 
-def enter(paths: list[str], on: str) -> list[str]:
-    """The names of the engines in the files `paths`, which are in the registry from here on, run by the command `on`.
+def enter(paths: list[str]) -> list[str]:
+    """The names of the engines in the files `paths`, which are in the registry from here on.
 
     Raises ValueError for a file without an engine, and for a name that is taken.
     """
     names = []
     for given in paths:
         try:
-            names.append(_enter(Path(given), on))
+            names.append(_enter(Path(given)))
         except ValueError as error:
             raise ValueError(f"--engine-file {given}: {error}") from error
     return names
 
 
-def _enter(path: Path, on: str) -> str:
+def _enter(path: Path) -> str:
     name = path.stem
     if name in ENGINES:
         raise ValueError(f"the name {name!r} is taken, so rename the file")
@@ -69,7 +69,6 @@ def _enter(path: Path, on: str) -> str:
         name,
         title,
         partial(_built, build),
-        on=(on,),
         shards=ENGINES[counterpart].shards if counterpart else (),
         sends=ENGINES[counterpart].sends if counterpart else None,
         counterpart=counterpart,

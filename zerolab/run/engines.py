@@ -7,6 +7,7 @@ has what it shards and the commands that run it by default. CONTRIBUTING.md has 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,9 +30,9 @@ def chapter_supports(dtype=None, mesh=None, **options) -> bool:
     return dtype is None and not isinstance(mesh, DeviceMesh) and options.keys() <= {"bucket_mb", "prefetch", "units"}
 
 
-def who_trained(names, **options) -> str:
-    """A line under a table: whether the stages among `names`, built with `options`, were chapters or engines."""
-    stages = ", ".join(name for name in names if name in CHAPTERS)
+def who_trained(engines, **options) -> str:
+    """A line under a table: whether the stages among `engines`, built with `options`, were chapters or engines."""
+    stages = ", ".join(name for name in engines if name in CHAPTERS)
     if not stages:
         return "No chapter is among them."
     if chapter_supports(**options):
@@ -42,27 +43,7 @@ def who_trained(names, **options) -> str:
 # Functions that build an engine: `build(model, optimizer, device, **options)`.
 
 
-def zero1(model, optimizer, device, **options):
-    return chapter_or_engine(ZeRO1, ZeRO1Engine, model, optimizer, **options)
-
-
-def zero1_2psi(model, optimizer, device, **options):
-    return chapter_or_engine(counterparts.ZeRO1By2Psi, counterparts.ZeRO1EngineBy2Psi, model, optimizer, **options)
-
-
-def zero2(model, optimizer, device, **options):
-    return chapter_or_engine(ZeRO2, ZeRO2Engine, model, optimizer, **options)
-
-
-def zero3(model, optimizer, device, **options):
-    return chapter_or_engine(ZeRO3, ZeRO3Engine, model, optimizer, **options)
-
-
-def zero3_without_prefetch(model, optimizer, device, **options):
-    return zero3(model, optimizer, device, prefetch=0, **options)
-
-
-def chapter_or_engine(chapter, engine_class, model, optimizer, dtype=None, mesh=None, engine=False, **options):
+def stage(chapter, engine_class, model, optimizer, device, dtype=None, mesh=None, engine=False, **options):
     """The chapter. The engine where an option asks for what only engines have, or where `engine` is True."""
     if not engine and chapter_supports(dtype, mesh, **options):
         return chapter(model, optimizer, group=mesh, **options)
@@ -78,7 +59,7 @@ class Engine:
     title        what tables and figures call it
     build        `build(model, optimizer, device, **options)`, where `optimizer` is a torch optimizer over the model's
                  parameters. It may change the optimizer, or make another one of the same class and options
-    on, shards   the commands that run it by default, and what its ranks divide between steps: from names.py
+    shards       what its ranks divide between steps: from names.py
     takes        the options that `build` supports: "dtype" to compute in, "mesh" (replicas, shards), "offload_policy",
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter), "whole" (parameters not to cut)
     sends        how many times Ψ (N-1)/N elements a rank sends in a step. None if nothing is known of it
@@ -97,7 +78,6 @@ class Engine:
     name: str
     title: str
     build: Callable
-    on: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     sends: int | None = None
@@ -146,7 +126,7 @@ _ENTRIES = [
     Engine(
         "zero1",
         "ZeRO-1",
-        zero1,
+        partial(stage, ZeRO1, ZeRO1Engine),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         sends=3,
         counterpart="zero_redundancy_optimizer",
@@ -156,7 +136,7 @@ _ENTRIES = [
     Engine(
         "zero1_2psi",
         "ZeRO-1 (the paper's, 2Ψ)",
-        zero1_2psi,
+        partial(stage, counterparts.ZeRO1By2Psi, counterparts.ZeRO1EngineBy2Psi),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb"),
         sends=2,
         line="-.",
@@ -176,7 +156,7 @@ _ENTRIES = [
     Engine(
         "zero2",
         "ZeRO-2",
-        zero2,
+        partial(stage, ZeRO2, ZeRO2Engine),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         sends=2,
         counterpart="fsdp2_no_reshard",
@@ -194,7 +174,7 @@ _ENTRIES = [
     Engine(
         "hybrid",
         "hybrid sharding (ZeRO-3 in each node)",
-        zero3,
+        partial(stage, ZeRO3, ZeRO3Engine),
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
         rows=True,
         line="-.",
@@ -203,7 +183,7 @@ _ENTRIES = [
     Engine(
         "zero3",
         "ZeRO-3",
-        zero3,
+        partial(stage, ZeRO3, ZeRO3Engine),
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine", "whole"),
         sends=3,
         counterpart="fsdp2",
@@ -213,7 +193,7 @@ _ENTRIES = [
     Engine(
         "zero3-prefetch0",
         "ZeRO-3, prefetch 0",
-        zero3_without_prefetch,
+        partial(stage, ZeRO3, ZeRO3Engine, prefetch=0),
         takes=("dtype", "mesh", "offload_policy"),
         sends=3,
         shade=DARK,
@@ -252,7 +232,7 @@ _ENTRIES = [
     Engine(
         "deepspeed1",
         "DeepSpeed, stage 1",
-        deepspeed_engine.stage1,
+        partial(deepspeed_engine.build, stage=1),
         takes=("dtype",),
         sends=3,
         exact=False,
@@ -264,7 +244,7 @@ _ENTRIES = [
     Engine(
         "deepspeed2",
         "DeepSpeed, stage 2",
-        deepspeed_engine.stage2,
+        partial(deepspeed_engine.build, stage=2),
         takes=("dtype",),
         sends=3,
         exact=False,
@@ -276,7 +256,7 @@ _ENTRIES = [
     Engine(
         "deepspeed3",
         "DeepSpeed, stage 3",
-        deepspeed_engine.stage3,
+        partial(deepspeed_engine.build, stage=3),
         takes=("dtype",),
         sends=3,
         exact=False,
@@ -291,14 +271,8 @@ if [engine.name for engine in _ENTRIES] != list(names.ENGINES):
     raise ValueError("zerolab/run/names.py must list the engines of engines.py, in the same order")
 ENGINES: dict[str, Engine] = {}
 for engine in _ENTRIES:
-    listed = names.ENGINES[engine.name]
-    ENGINES[engine.name] = replace(engine, on=listed.commands, shards=listed.shards)
+    ENGINES[engine.name] = replace(engine, shards=names.ENGINES[engine.name].shards)
 PAIRS = tuple((engine.name, engine.counterpart) for engine in _ENTRIES if engine.counterpart)
-
-
-def named(command: str) -> tuple[str, ...]:
-    """The engines that `command` runs when none are named, in the order of its tables."""
-    return tuple(engine.name for engine in ENGINES.values() if command in engine.on)
 
 
 def installed(name: str) -> bool:
@@ -311,12 +285,12 @@ def chosen(given: str | None, command: str) -> list[str]:
 
     The command's options have checked the names. Raises ValueError if a package is not installed.
     """
-    names = list(dict.fromkeys(named(command) if given is None else split(given)))
-    for name in names:
+    found = list(dict.fromkeys(names.engines_of(command) if given is None else split(given)))
+    for name in found:
         if not installed(name):
             package = ENGINES[name].needs
             raise ValueError(f"{name} needs {package}, which is not installed: pip install '.[peers]' installs it")
-    return names
+    return found
 
 
 def build(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, **options):
