@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -27,18 +28,33 @@ def thorough(numbers, but=()):
 
 # The symptom.
 
-of_correct = {}  # on a rank: what was seen of a correct stage, which several exhibits share
-
 
 def visits(number):
     """On a rank: what is seen of the correct stage and of the wrong one."""
     exhibit = EXHIBITS[number]
-    functions = exhibit.make_model, exhibit.make_optimizer
-    settings = exhibit.steps, exhibit.micro_batches, exhibit.max_norm, exhibit.resume_at
-    key = exhibit.correct, *functions, *settings
-    if key not in of_correct:
-        of_correct[key] = visit(exhibit, exhibit.correct, dist.get_rank())
-    return of_correct[key], visit(exhibit, exhibit.build, dist.get_rank())
+    return visit(exhibit, exhibit.correct, dist.get_rank()), visit(exhibit, exhibit.build, dist.get_rank())
+
+
+def differences(correct, wrong):
+    """The lines of the report that differ. `correct` and `wrong` are the results of `visit` on all ranks.
+
+    Losses may differ by 1e-5, because sums are rounded. Peaks may differ by 10%, because one of gloo's threads may keep
+    a collective's buffers for a moment.
+    """
+    errors = "".join(each["error"] or "" for each in wrong)
+    if errors:
+        return {"timeout" if "Timed out" in errors else "error"}
+    found = set()
+    for line in ("losses", "norms", "scales"):
+        for a, b in zip(correct, wrong):
+            pairs = zip(a[line], b[line])
+            if not all(math.isclose(x, y, rel_tol=1e-5) for x, y in pairs):  # NaN is not close to itself
+                found.add(line)
+    for line, number in correct[0]["counted"].items():
+        tolerance = 0.1 * number if line.startswith("peak") else 0
+        if abs(number - wrong[0]["counted"][line]) > tolerance:
+            found.add(line)
+    return found
 
 
 @pytest.mark.parametrize("number", thorough([each for each in ALL if each not in HANGING], but=QUICK))
@@ -46,7 +62,7 @@ def test_the_symptom_is_what_differs_from_the_correct_stage(number):
     """Exactly the named lines of the report differ."""
     correct, wrong = zip(*run_on_ranks(2, visits, number=number))
     assert all(each["counted"] for each in correct), correct
-    assert museum.differences(correct, wrong) == EXHIBITS[number].differs, museum.report(correct, wrong)
+    assert differences(correct, wrong) == EXHIBITS[number].differs, museum.report(correct, wrong)
     if wrong[0]["losses"]:
         assert wrong[0]["losses"][0] == correct[0]["losses"][0], "they do not start with the same weights and batches"
     errors = " ".join(each["error"] or "" for each in wrong)
@@ -74,12 +90,6 @@ def place_of(number):
     """(module, function) of the named test."""
     path, _, name = EXHIBITS[number].caught_by.partition("::")
     return path.removeprefix("tests/").removesuffix(".py").replace("/", "."), name
-
-
-@pytest.mark.parametrize("number", ALL)
-def test_the_test_that_it_names_exists(number):
-    path, name = EXHIBITS[number].caught_by.split("::")
-    assert f"\ndef {name}(" in (ROOT / path).read_text()
 
 
 def ask(number, build, module, name, arguments):
@@ -129,14 +139,6 @@ def test_the_test_that_it_names_fails_with_it(number):
 
 
 # What is printed.
-
-
-def test_the_numbers_have_no_gap_and_follow_the_chapters():
-    assert list(range(1, len(ALL) + 1)) == ALL
-    stages = [exhibit.stage for exhibit in EXHIBITS.values()]
-    assert list(dict.fromkeys(stages)) == ["zero1", "zero2", "zero3", "engines"]
-    order = ["zero1", "zero2", "zero3", "engines"]
-    assert stages == sorted(stages, key=order.index)
 
 
 def test_every_exhibit_has_all_paragraphs():

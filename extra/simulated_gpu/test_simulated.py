@@ -141,7 +141,7 @@ def test_notebooks(file, tmp_path):
             text = "\n".join(line for line in "".join(cell["source"]).split("\n") if not line.startswith("%"))
         code.append(text)
     (tmp_path / "cells.py").write_text("\n".join(code))
-    small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": str(RANKS), "ZERO_NOTEBOOK_CLAIMS": "fully_shard"}
+    small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": str(RANKS)}
     env = {**os.environ, **small, "ZERO_NOTEBOOK_DEVICE": "cuda", "MPLBACKEND": "agg"}
     command = [sys.executable, str(tmp_path / "cells.py")]
     done = subprocess.run(command, env=env, cwd=file.parent, capture_output=True, text=True, timeout=200)

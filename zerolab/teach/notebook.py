@@ -1,14 +1,11 @@
 """Helpers for the notebooks: run the project's commands as a reader would type them, and print text and tables."""
 
-import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,11 +14,9 @@ from zerolab.measure import tables
 from zerolab.measure.timeline import COLLECTIVES, STEPS
 from zerolab.run import ranks
 from zerolab.run.ranks import ROOT
-from zerolab.teach import practice
 
 COLUMNS = 99  # the longest line that a notebook shows without scrolling
 _FOLDER = tempfile.TemporaryDirectory(prefix="zero-notebook-")
-DOTS = 5  # seconds between the dots of a command that is running
 
 
 def scratch() -> Path:
@@ -32,32 +27,21 @@ def scratch() -> Path:
 def run(line: str) -> str:
     """Run `line` in the project's folder with this kernel's Python; returns what it printed.
 
-    `line` is ./launch.sh or torchrun with options, without shell syntax. Prints the line, a dot every `DOTS` seconds if
-    the command prints something, and how long it took. If it fails, raises RuntimeError with the end of its output.
+    `line` is ./launch.sh or torchrun with options, without shell syntax. If the command fails, raises RuntimeError with
+    the end of its output.
     """
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    environment = ranks.environment(PYTHON=sys.executable)
-    environment.pop("MPLBACKEND", None)
-    streams = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     show(f"$  {line}")
-    printed, began, dots = [], time.monotonic(), 0
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-        # The command also ends if the reader interrupts the kernel.
-        with ranks.started(words, cwd=ROOT, env=environment, stderr=errors, **streams) as process:
-            for text in process.stdout:
-                printed.append(text)
-                if time.monotonic() >= began + (dots + 1) * DOTS:
-                    print(".", end="", flush=True)
-                    dots += 1
-            process.wait()
-        print(f" {time.monotonic() - began:.0f} s", flush=True)
-        if process.returncode:
-            errors.seek(0)
-            end = "".join([*printed[-10:], *errors.readlines()[-40:]])
-            raise RuntimeError(f"{line}\nended with exit status {process.returncode}:\n{end}")
-    return "".join(printed)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    # The command also ends if the reader interrupts the kernel.
+    with ranks.started(words, cwd=ROOT, env=ranks.environment(PYTHON=sys.executable), **streams) as process:
+        printed, errors = process.communicate()
+    if process.returncode:
+        end = "\n".join([*printed.splitlines()[-10:], *errors.splitlines()[-40:]])
+        raise RuntimeError(f"{line}\nended with exit status {process.returncode}:\n{end}")
+    return printed
 
 
 def memory(arguments: str) -> dict:
@@ -75,16 +59,6 @@ def show(text: str, columns: int = COLUMNS) -> None:
 def table(columns: list[str], rows: list[list]) -> None:
     """Print a table with the first column left-aligned and the others right-aligned."""
     print("\n".join(tables.text([columns, *([str(cell) for cell in row] for row in rows)], rule=False)))
-
-
-def solution(task: str, *things) -> None:
-    """Print the project's solution of a practice task, after the reader has tried it."""
-    if task not in practice.TRIED:
-        print("Run the check of your code first, then this cell: it prints the project's own code.")
-        return
-    for thing in things:
-        print(f"# {Path(inspect.getsourcefile(thing)).relative_to(ROOT)}, line {inspect.getsourcelines(thing)[1]}")
-        print(textwrap.dedent(inspect.getsource(thing)))
 
 
 def part(text: str, first: str, last: str) -> str:

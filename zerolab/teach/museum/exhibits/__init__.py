@@ -95,13 +95,6 @@ def load(file: Path) -> Exhibit:
     )
 
 
-def exhibit_of(number: str) -> Exhibit:
-    """The exhibit with this number, as typed on the command line. Raises ValueError if there is none."""
-    if not number.isdecimal() or int(number) not in EXHIBITS:
-        raise ValueError(f"no bug {number!r}; there are 1 to {len(EXHIBITS)}, and ./launch.sh bug lists them")
-    return EXHIBITS[int(number)]
-
-
 EXHIBITS = {}
 for path in sorted(Path(__file__).parent.glob("[0-9]*.py")):
     exhibit = load(path)
