@@ -36,7 +36,6 @@ MISTAKES = {
     "conform fsdp1": "no engine 'fsdp1'",
     "conform missing.py": "no such file: missing.py",
     "conform 9": "N must be 1 to 8 ranks, got 9",
-    "articles --only none": "matches none",
     "bug 0": "1 to",
     "bug 3 1": "N must be 2 to 16 ranks, got 1",
     "exercise": "NAME is missing, one of: zero1, ",

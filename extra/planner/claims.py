@@ -1,6 +1,6 @@
 """The articles' claims about time, and about the choice of an engine: predicted by the planner, or published by others.
 
-    python -m extra.planner.claims [--article NAME] [--only TEXT ...] [--json FILE]
+    python -m extra.planner.claims [--only TEXT ...] [--json FILE]
 
 None of it was measured here. README.md describes what the planner assumes, and its error against published
 measurements. Except where a claim names another machine, a prediction is for H100 in nodes of 8 with 400 GB/s of

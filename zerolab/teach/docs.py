@@ -243,9 +243,8 @@ def claims_that_do_not_hold() -> str:
 
 
 def article(key: str) -> str:
-    """The claims of an article, by its key in zerolab/teach/articles/claim.py."""
-    (article,) = [one for one in ARTICLES if one.key == key]
-    return articles.table_of_article(article, result("articles.json")["claims"])
+    """The claims of an article, by its name in zerolab/teach/articles/claim.py."""
+    return articles.table_of_article(ARTICLES[key], result("articles.json")["claims"])
 
 
 def lines(*chapters: str) -> str:

@@ -5,6 +5,6 @@ an article's is here.
 """
 
 from zerolab.teach.articles import on_memory, on_traffic, printed
-from zerolab.teach.articles.claim import Claim
+from zerolab.teach.articles.claim import claims_of
 
-CLAIMS: list[Claim] = [*on_memory.CLAIMS, *on_traffic.CLAIMS, *printed.CLAIMS]
+CLAIMS = [*claims_of(on_memory), *claims_of(on_traffic), *claims_of(printed)]

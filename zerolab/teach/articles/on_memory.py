@@ -347,27 +347,3 @@ def offload_saves_memory_and_kills_throughput() -> Outcome:
         found=f"peak on the device, a small GPT: {without / 1e6:.4g} MB without, {device / 1e6:.4g} MB with; "
         f"copies over computation by formula, 8 H100: {few:.4g} with 2,048 tokens per GPU, {many:.4g} with 1,048,576",
     )
-
-
-CLAIMS = [
-    ddp_needs_112_gb,
-    stages_need_63_38_and_14_gb,
-    zero3_needs_8_times_less,
-    fsdp_runs_7b_on_14_gb,
-    zero3_needs_16_gb,
-    zero3_fits_an_a100_with_40_gb,
-    memory_falls_linearly_with_gpus,
-    zero2_frees_gradients_in_backward,
-    large_buckets_spike_memory,
-    zero3_frees_a_layer_after_use,
-    model_is_whole_during_forward_and_backward,
-    bfloat16_with_adam_is_16_bytes,
-    float32_gradients_and_adam_make_16_bytes,
-    stages_in_mixed_precision,
-    zero_leaves_activations_as_they_are,
-    activations_of_7b_are_4_gb,
-    activations_of_70b_are_30_to_50_gb,
-    recomputing_needs_8_times_less,
-    fsdp_recomputes_by_use_orig_params,
-    offload_saves_memory_and_kills_throughput,
-]

@@ -334,23 +334,3 @@ def ddp_overlaps_by_itself() -> Outcome:
         found=f"all-reduces issued before the last gradient: {shares[0]:.4g} of them with small buckets, "
         f"{shares[1]:.4g} with one bucket",
     )
-
-
-CLAIMS = [
-    zero2_saves_bandwidth,
-    zero2_costs_what_zero1_does,
-    zero1_adds_no_communication,
-    each_stage_sends_more,
-    zero3_sends_half_more_than_ddp,
-    fsdp_is_zero3,
-    accumulation_saves_all_reduces,
-    zero3_gathers_a_layer_three_times,
-    fully_shard_goes_on_layers_and_model,
-    ranks_compute_what_one_process_does,
-    flow_of_fsdp,
-    next_gather_hides_behind_forward,
-    backward_prefetch_overlaps,
-    zero3_needs_no_last_all_gather,
-    reduction_overlaps_with_the_update,
-    ddp_overlaps_by_itself,
-]

@@ -146,6 +146,3 @@ def fully_shard_works_inside_fsdp() -> Outcome:
         why="fully_shard is FSDP2, and FullyShardedDataParallel is FSDP1. Each of them trains without the "
         "other, but they do not train together.",
     )
-
-
-CLAIMS = [printed_zero1_trains, printed_zero3_frees, printed_zero3_trains, fully_shard_works_inside_fsdp]
