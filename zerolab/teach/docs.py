@@ -17,7 +17,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -57,40 +56,18 @@ def table(titles: str, rows: list[list[str]]) -> str:
 # The referee.
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A report of the referee in results/, and the columns of the tables that a page shows."""
-
-    file: str
-    tables: tuple[tuple[str, ...], ...]
-
-
-REFEREE = {
-    "readme": Shown(
-        LAUNCHES[0],
-        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB"),),
-    ),
-    "all": Shown(
-        LAUNCHES[0],
-        (
-            ("first loss", "last loss", "diff to ddp"),
-            ("params MB", "grads MB", "optim MB", "peak MB", "sent MB"),
-        ),
-    ),
-    "bf16": Shown(
-        "referee-cpu-2ranks-bf16.json",
-        (("last loss", "diff to ddp", "held MB", "peak MB", "sent MB"),),
-    ),
-    "deepspeed": Shown(
-        "referee-deepspeed-cpu.json",
-        (("diff to ddp", "params MB", "grads MB", "optim MB", "peak MB", "sent MB", "step ms"),),
-    ),
+SUMMARY = ("last loss", "diff to ddp", "held MB", "peak MB", "sent MB")
+BYTES = ("params MB", "grads MB", "optim MB", "peak MB", "sent MB")
+REFEREE = {  # a report of the referee in results/, and the columns of each table that a page shows
+    "readme": (LAUNCHES[0], [SUMMARY]),
+    "all": (LAUNCHES[0], [("first loss", "last loss", "diff to ddp"), BYTES]),
+    "bf16": ("referee-cpu-2ranks-bf16.json", [SUMMARY]),
+    "deepspeed": ("referee-deepspeed-cpu.json", [("diff to ddp", *BYTES, "step ms")]),
 }
 TITLES = {  # in a page, where they differ from the command's
     "params MB": "parameters MB",
     "grads MB": "gradients MB",
     "optim MB": "optimizer MB",
-    "x ddp": "x DDP",
     "sent MB": "sent MB/step",
     "diff to ddp": "difference from DDP",
 }
@@ -108,8 +85,8 @@ def conditions(report: dict, file: str) -> str:
 
 def referee(which: str, *names: str) -> str:
     """Rows of the referee's table: of the engines `names`, or of all."""
-    shown = REFEREE[which]
-    report, lines = result(shown.file), []
+    file, tables_shown = REFEREE[which]
+    report, lines = result(file), []
     runs = report["runs"]
     for name in names or runs:
         run = runs[name]
@@ -117,10 +94,10 @@ def referee(which: str, *names: str) -> str:
         printed = referee_report.cells_of_run(f"`{name}`", run, runs["ddp"], "ddp")
         lines.append({**printed, "held MB": f"{held:.2f}"})
     made = []
-    for columns in shown.tables:
+    for columns in tables_shown:
         rows = [[line[column] for column in ("engine", *columns)] for line in lines]
         made.append(tables.markdown([["engine", *(TITLES.get(column, column) for column in columns)], *rows]))
-    return "\n\n".join([*made, conditions(report, shown.file)])
+    return "\n\n".join([*made, conditions(report, file)])
 
 
 def step_times() -> str:
@@ -247,17 +224,6 @@ def article(key: str) -> str:
     return articles.table_of_article(ARTICLES[key], result("articles.json")["claims"])
 
 
-def lines(*chapters: str) -> str:
-    """About how many lines the chapters' files have, so that small changes leave the page as it is."""
-    *most, last = (f"{round(len((ROOT / f'{chapter}.py').read_text().splitlines()), -1)}" for chapter in chapters)
-    return f"about {', '.join(most)} and {last} lines"
-
-
-def parameters(which: str) -> str:
-    """How many parameters the model of a report has, in millions."""
-    return f"{result(REFEREE[which].file)['parameters'] / 1e6:.1f} million"
-
-
 def ddp_to_zero() -> str:
     """The lines in which zero.py in docs/migrating/ differs from ddp.py, without the scripts' docstrings."""
     texts = [(ROOT / "docs" / "migrating" / name).read_text() for name in ("ddp.py", "zero.py")]
@@ -321,8 +287,6 @@ BLOCKS: Blocks = {  # the name between the marks, and the function that writes t
     "article": article,
     "claims": claims,
     "claims-that-do-not-hold": claims_that_do_not_hold,
-    "lines": lines,
-    "parameters": parameters,
     "ddp-to-zero": ddp_to_zero,
     "exhibits": exhibits,
     "exhibits-of": exhibits_of,
