@@ -16,7 +16,6 @@ import torch
 import typed_commands
 
 from zerolab.engine import accelerator
-from zerolab.measure import figures
 from zerolab.run import launch
 from zerolab.run.ranks import ROOT
 from zerolab.teach import anywhere, notebook, quiz, watch_page
@@ -106,7 +105,6 @@ def test_it_runs_to_the_end(file, executed):
     written_by_readers = sum("practice.check(" in cell.source for cell in result.cells)
     assert texts.count("not yet: ") == written_by_readers, "a cell that is still blank was not recognized"
     drawn = [cell for cell in result.cells if re.search(r"^(figures|pictures)\.", cell.source, re.MULTILINE)]
-    assert drawn
     for cell in drawn:
         assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.id
     if file.stem == "04_zero2":  # the chapter that tests/test_launch.py does not start
@@ -157,21 +155,17 @@ def test_ready_chooses_the_cpu_and_names_what_is_missing(monkeypatch, capsys):
     monkeypatch.delenv("ZERO_NOTEBOOK_DEVICE", raising=False)
     monkeypatch.setattr(accelerator, "count", lambda: 2)
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     assert anywhere.ready() == "cpu" and anywhere.ready("cuda") == "cuda"
     first, second = capsys.readouterr().out.splitlines()
-    assert "2 x Tesla T4" in first and 'anywhere.ready("cuda")' in first and "The runs use: cuda" in second
+    assert "devices: cpu, cuda. The runs use: cpu" in first and "The runs use: cuda" in second
     monkeypatch.setenv("ZERO_NOTEBOOK_DEVICE", "cuda")
     assert anywhere.ready() == "cuda"
     monkeypatch.setattr(accelerator, "count", lambda: 0)
-    for device, version, message in (
-        ("cuda", "2.13.0", "torch sees no GPU here"),
-        ("tpu", "2.13.0", "got 'tpu'"),
-        ("cpu", "2.9.1+cu128", "torch 2.9.1 is installed, and 2.11 or newer is needed"),
-    ):
-        monkeypatch.setattr(torch, "__version__", version)
-        with pytest.raises(RuntimeError, match=message):
-            anywhere.ready(device)
+    with pytest.raises(RuntimeError, match="'cuda' was chosen, and here are only: cpu"):
+        anywhere.ready()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(RuntimeError, match="torch 2.9.1 is installed, and 2.11 or newer is needed"):
+        anywhere.ready("cpu")
 
 
 # Functions that all notebooks use.
@@ -189,11 +183,6 @@ def test_a_command_is_run_as_typed_and_its_failure_is_explained(tmp_path, capfd)
     program.write_text("import os, sys, zerolab\nprint(sys.executable, os.environ['WORLD_SIZE'])\n")
     line = f"torchrun --standalone --nproc-per-node 1 {program}"
     assert notebook.run(line).split() == [sys.executable, "1"]
-
-
-def test_bars_are_what_they_are_given():
-    rows = {"a": {"parameters": 3e6, "optimizer": 1e6}, "b": {"parameters": 2e6}}
-    assert [patch.get_width() for patch in figures.bars(rows).axes[0].patches] == [3, 1, 2]  # MB
 
 
 def test_answers_are_kept_and_compared_with_the_result(capsys):

@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 NEEDED = (2, 11)  # torch
 
 
@@ -9,16 +11,11 @@ def ready(device: str | None = None) -> str:
     """The device for the runs of a notebook: "cpu", or the accelerator, "cuda" for example. Prints what was found.
 
     The default is ZERO_NOTEBOOK_DEVICE, or "cpu", which works everywhere. Raises RuntimeError for a torch that is too
-    old, and for a package or a device that does not exist here.
+    old, and for a device that does not exist here.
     """
     device = device or os.environ.get("ZERO_NOTEBOOK_DEVICE", "cpu")
     if os.name == "nt":
         raise RuntimeError("the notebooks start bash: open them in WSL, not in Windows itself")
-    try:
-        import matplotlib  # noqa: F401
-        import torch
-    except ImportError as error:
-        raise RuntimeError(f"{error.name} is not installed: run `%pip install {error.name}` in a cell above") from error
     version = torch.__version__.split("+")[0]
     if tuple(int(part) for part in version.split(".")[:2]) < NEEDED:
         needed = ".".join(map(str, NEEDED))
@@ -29,13 +26,8 @@ def ready(device: str | None = None) -> str:
     from zerolab.engine import accelerator
     from zerolab.run import process_group
 
-    gpus = process_group.count_gpus()
-    kind = accelerator.kind() if gpus else "cuda"
-    if device not in ("cpu", kind):
-        raise RuntimeError(f'the device must be "cpu" or "{kind}", got {device!r}')
-    if device == kind and not gpus:
-        raise RuntimeError(f'"{kind}" was chosen, and torch sees no GPU here: choose "cpu"')
-    there = f"{gpus} x {torch.get_device_module(kind).get_device_name(0)}" if gpus else "no GPU"
-    choice = f' (for the GPU: anywhere.ready("{kind}"))' if gpus and device == "cpu" else ""
-    print(f"torch {version}, {os.cpu_count()} CPU cores, {there}. The runs use: {device}{choice}")
+    possible = ["cpu", accelerator.kind()] if process_group.count_gpus() else ["cpu"]
+    if device not in possible:
+        raise RuntimeError(f"the device {device!r} was chosen, and here are only: {', '.join(possible)}")
+    print(f"torch {version}, devices: {', '.join(possible)}. The runs use: {device}")
     return device

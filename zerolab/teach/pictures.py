@@ -14,21 +14,6 @@ def curves(x, lines: dict[str, tuple], **more):
     return axes
 
 
-def ring_cost(numbers: list[int], all_reduce: list[float], halves: list[float]):
-    """Buffers that one rank sends against the number of ranks: in a ring, and from each rank to each other rank."""
-    lines = {
-        "all-reduce, each rank to each other": ([ranks - 1 for ranks in numbers], "o:", INK),
-        "all-reduce, ring": (all_reduce, "s-", INK),
-        "reduce-scatter or all-gather, ring": (halves, "^-", COLOURS["reduce"]),
-    }
-    title = "In a ring an all-reduce never costs two buffers (counted in the lists above)"
-    axes = curves(numbers, lines, xlabel="ranks N", ylabel="sent per rank, in buffers", title=title)
-    axes.loglog(base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-    return axes.figure
-
-
 def layout(bucket, ranks: int):
     """A bucket (zero1.Bucket): its parameters end to end, the padding, and the shards."""
     figure, axes = new(1, height=1.9)
@@ -58,20 +43,6 @@ def bucket_sizes(sizes: list[float], peaks: list[float], counts: list[int], held
     axes.set_xticks(range(len(sizes)), ["one per\nparameter", *(f"{size:.2g}" for size in sizes[1:-1]), "one\nfor all"])
     axes.margins(x=0.08)
     return axes.figure
-
-
-def freed(alive: dict[str, list[float]]):
-    """Live MiB after each layer's forward, for each way to free: {way: a number per layer}."""
-    colours = INK, COLOURS["waiting"], COLOURS["parameters"]
-    lines = {}
-    for (way, live), style, colour in zip(alive.items(), ("o-", "s--", "D-"), colours):
-        lines[way] = live, style, colour
-    useless = [way for way, live in alive.items() if way != "keep" and live[-1] > 0.9 * alive["keep"][-1]]
-    title = f"{' and '.join(useless).capitalize()} frees nothing" if useless else "Ways to free a gathered weight"
-    layers = range(len(alive["keep"]))
-    xlabel = "layers whose forward is over, and whose weight was freed"
-    ylabel = "live MiB (2²⁰ bytes)\nbeyond the shards"
-    return curves(layers, lines, xticks=layers, xlabel=xlabel, ylabel=ylabel, title=title).figure
 
 
 def roofline(tokens: list[int], compute_ms: list[float], gathers: dict[str, float], title: str):
