@@ -1,7 +1,7 @@
 """The exercises, with hints and targets, each in the file with its name: chapters with blanks, and tasks.
 
 A task extends a chapter by a class of yours. `starts/` has the files that the tasks begin with. The cells that readers
-write in notebooks are in zerolab/teach/practice.
+write in notebooks are in zerolab/teach/practice.py.
 """
 
 import importlib
