@@ -4,12 +4,12 @@ import copy
 import json
 
 import pytest
-import started
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerolab.measure import bench
+from zerolab.measure import bench, bench_options
+from zerolab.measure.sweeps import SWEEPS
 from zerolab.run.data import Batches
 from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import World
@@ -26,28 +26,12 @@ def test_ratios_are_of_steps_of_one_round():
     assert lines[2].split()[:4] == ["zero3", "30.0", "10.0", "45.0"]
 
 
-@pytest.mark.long
-def test_engines_are_measured_beside_each_other(tmp_path):
-    names, file = ["ddp", "zero1", "zero3", "fsdp2"], tmp_path / "bench.json"
-    words = ["--preset", "toy", "--rounds", "1", "--engines", ",".join(names), "--json", str(file)]
-    result, other = started.on_ranks(["-m", "zerolab.measure.bench", *words], 2)
-    assert result.returncode == other.returncode == 0, result.stderr[-3000:]
-    assert "Warning" not in result.stderr
-    rows = json.loads(file.read_text())["sweeps"]["engines"]
-    assert list(rows) == ["ddp", "zero1", "zero1 engine", "zero3", "zero3 engine", "fsdp2"]
-    assert all(name in result.stdout for name in rows)
-    assert all(row["step_ms"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
-    sent = [row["sent_bytes"] for row in rows.values()]
-    assert sent[0] < sent[1] == sent[2] and sent[3] == sent[4] == sent[5]
-
-
 def swept() -> dict[str, dict[str, dict]]:
     """What is measured of every sweep."""
-    options = bench.arguments(["--sweeps", "--preset", "toy", "--rounds", "1"])
+    options = bench_options.arguments(["--preset", "toy", "--rounds", "1"])
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     batch = Batches(torch.arange(1000) % 250, options.batch, options.seq, 0, world.device)(0, world.rank)
-    variants = bench.variants_of(options)
-    return {sweep: bench.measure_together(own, batch, options, world) for sweep, own in variants.items()}
+    return {sweep: bench.measure_together(variants, batch, options, world) for sweep, variants in SWEEPS.items()}
 
 
 @pytest.mark.thorough
@@ -64,7 +48,6 @@ def test_every_sweep_runs_and_its_choices_differ_in_their_labels():
         assert len({*zip(of(sweep, "collectives"), of(sweep, "sent_bytes"))}) == 1, sweep  # the order or the time only
     kept, recomputed = of("activations", "peak_bytes")
     assert recomputed < kept
-    assert [*bench.variants_of(bench.arguments(["--sweeps", "bucket"]))] == ["bucket size, zero1", "bucket size, zero2"]
 
 
 def test_the_hosts_part_has_all_engines_that_run_without_others(tmp_path, monkeypatch):

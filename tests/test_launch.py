@@ -155,17 +155,6 @@ def test_without_a_number_there_is_a_rank_per_gpu(monkeypatch):
     assert parse_args(typed_commands.started("compare", "--device", "cpu")[2:]).nproc_per_node == "2"
 
 
-def test_amd_gpus_are_counted_without_nvidias_tool(tmp_path, monkeypatch):
-    """As the ROCm driver lists them: a CPU has the id 0."""
-    for node, gpu_id in enumerate((0, 4660, 22136)):
-        (tmp_path / str(node)).mkdir()
-        (tmp_path / str(node) / "gpu_id").write_text(f"{gpu_id}\n")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(launch, "AMD_DEVICES", tmp_path)
-    assert launch.count_gpus() == 2
-
-
 WRONG_OPTIONS = """
 import contextlib, sys
 from zerolab.run import launch

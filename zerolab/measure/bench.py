@@ -1,7 +1,7 @@
-"""`./launch.sh bench`: step times and peaks of engines and options that take turns in one run.
+"""`./launch.sh bench`: what options cost. Engines with different values of an option take turns in one run.
 
-    ./launch.sh bench 2                     all engines
-    ./launch.sh bench 2 --sweeps            bucket size, units, prefetch, recomputation; --sweeps units: only units
+    ./launch.sh bench 2                     sweeps of bucket size, units, prefetch, recomputation
+    ./launch.sh bench 2 --sweeps units      only the sweep of units
     ./launch.sh bench --host                the host's time, with many small parameters
 
 All numbers are measured in this run. Peaks and collectives are measured first, with one engine alive at a time.
@@ -19,29 +19,21 @@ from torch.nn import functional as F
 from zerolab.measure import bench_options, fake_ranks, tables
 from zerolab.measure.interleaved import take_turns
 from zerolab.measure.ledger import MemoryLedger
-from zerolab.measure.sweeps import SWEEPS, prepare, with_their_engines
+from zerolab.measure.sweeps import SWEEPS, prepare
 from zerolab.measure.watched_step import allocator_of, watched_step
 from zerolab.run import engines, json_file, process_group
 from zerolab.run.data import Batches, load_text
 from zerolab.run.model import GPT, GPTConfig, next_token_loss, number_of_parameters, preset
-from zerolab.run.names import engines_of
+from zerolab.run.names import CHAPTERS, engines_of
 from zerolab.run.process_group import World
 from zerolab.run.progress import with_progress
 
-ON_HOST = ("plain", *engines_of("memory"))  # these run on one process
 MEANINGS = """
 step ms      time of a step on the slowest rank, median over the rounds; lowest, highest
 relative     time relative to the first row, median over the rounds
-zero1 engine the engine of zerolab/engine that builds on zero1.py; the same for zero2 and zero3
 peak MB      the most that was alive at once in a step, in 10^6 bytes
 8 tokens MB  the peak of a step on 8 tokens, which has hardly any activations
 """
-
-
-def arguments(argv=None) -> argparse.Namespace:
-    options = bench_options.arguments(argv)
-    options.engines = engines.chosen(options.engines, "bench")
-    return options
 
 
 def build_variant(variant: dict, config: GPTConfig, world: World):
@@ -114,13 +106,16 @@ def host_times(options: argparse.Namespace) -> dict[str, dict]:
     """
     world = World(0, 8, torch.device("cpu"), "fake", "")
     x, y = torch.randn(2, 4), torch.randn(2, 4)
-    steps = {}
+    variants, steps = [("plain", "single", {})], {}
+    for name in engines_of("memory"):  # these run on one process
+        variants.append((name, name, {}))
+        if name in CHAPTERS:
+            variants.append((f"{name} engine", name, {"engine": True}))
     with fake_ranks.fake_ranks(world.world_size):
-        for label, variant in with_their_engines(ON_HOST).items():
-            name = "single" if label == "plain" else variant["name"]
+        for label, name, more in variants:
             model = many_small_parameters()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-            engine = fake_ranks.build_alone(name, model, optimizer, world.device, **prepare(variant, model))
+            engine = fake_ranks.build_alone(name, model, optimizer, world.device, **more)
             steps[label] = partial(engine.training_step, x, y, F.mse_loss)
         times = take_turns(steps, options.rounds, world)
         del engine, steps
@@ -150,13 +145,6 @@ def table_of_steps(title: str, rows: dict[str, dict]) -> str:
     return "\n".join(tables.text(tables.rows_of(lines), rule=False))
 
 
-def variants_of(options: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """{title of a table: its variants}"""
-    if options.sweeps is None:
-        return {"engines": with_their_engines(options.engines)}
-    return {sweep: variants for sweep, variants in SWEEPS.items() if options.sweeps in sweep}
-
-
 def on_ranks(options: argparse.Namespace) -> None:
     """Measure, print and write the tables. A collective."""
     config = preset(options.preset)
@@ -178,8 +166,8 @@ def on_ranks(options: argparse.Namespace) -> None:
     }
     results |= json_file.about(world.device, "bench", world.world_size)
     file = options.json if world.rank == 0 else None
-    for title, variants in variants_of(options).items():
-        found[title] = measure_together(variants, batch, options, world)
+    for title in (name for name in SWEEPS if options.sweeps in name):
+        found[title] = measure_together(SWEEPS[title], batch, options, world)
         world.print(table_of_steps(title, found[title]) + "\n")
         json_file.write(file, results, whole=False)
     process_group.stop()
@@ -187,7 +175,7 @@ def on_ranks(options: argparse.Namespace) -> None:
 
 
 def main(argv=None) -> None:
-    options = arguments(argv)
+    options = bench_options.arguments(argv)
     gc.collect()
     gc.disable()  # a collection would fall into one engine's step and not into another's
     if options.host:

@@ -11,7 +11,6 @@ import argparse
 
 import torch
 
-from zerolab.engine import accelerator
 from zerolab.measure import memory_options, tables
 from zerolab.measure.dry_run import row_of
 from zerolab.measure.fake_ranks import fake_ranks
@@ -30,11 +29,8 @@ SHORT = {"gathered units": "gathered", "gradients in flight": "in flight", "batc
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = memory_options.arguments(argv)
-    there = accelerator.kind() if process_group.count_gpus() else "cuda"
-    if options.device not in ("fake", there):
-        raise ValueError(f"--device must be fake or {there}, got {options.device!r}")
     if options.device != "fake" and not process_group.count_gpus():
-        raise ValueError(f"--device {there}, but torch sees no GPU here: use --device fake")
+        raise ValueError(f"--device {options.device}, but torch sees no GPU here: use --device fake")
     options.engines = registry.chosen(options.engines, "memory")
     return options
 

@@ -1,4 +1,4 @@
-"""The choices that `./launch.sh bench --sweeps` compares: bucket sizes, units, prefetch, recomputation.
+"""The choices that `./launch.sh bench` compares: bucket sizes, units, prefetch, recomputation.
 
 A variant is a dict: "name" is the engine in zerolab/run/engines.py, "units" a function of the model that returns the
 modules to shard one by one, and "recompute" recomputes the activations of the blocks in backward. All other keys are
@@ -6,8 +6,6 @@ options of the engine.
 
 Torch is imported inside the functions that need it, because `bench --help` and mistakes need only the names of SWEEPS.
 """
-
-from zerolab.run.names import CHAPTERS
 
 
 def layers(model) -> list:
@@ -67,13 +65,3 @@ def prepare(variant: dict, model) -> dict:
     if variant.get("recompute"):
         checkpoint_blocks(model, casts=False)
     return options
-
-
-def with_their_engines(names) -> dict[str, dict]:
-    """A variant for each name, and after a chapter one for its engine."""
-    variants = {}
-    for name in names:
-        variants[name] = {"name": name}
-        if name in CHAPTERS:
-            variants[f"{name} engine"] = {"name": name, "engine": True}
-    return variants

@@ -43,7 +43,7 @@ Run and measure
 ./launch.sh memory [N]             predicts the memory and traffic of a training
                                    step without a GPU; the default model has 7
                                    billion parameters
-./launch.sh bench [N]              measures step times of engines and options
+./launch.sh bench [N]              measures the time and memory that options cost
 ./launch.sh conform [ENGINE|FILE.py ...] [N]
                                    runs the conformance tests on engines
 ./launch.sh report [FOLDER]        runs the main measurements on this machine, and
@@ -120,7 +120,6 @@ CPU_BUILDS = """\
 The usual build of torch includes NVIDIA's libraries, 5 GB in all. If you have no NVIDIA GPU, you can save 3.5 GB: press
 Ctrl-C, set PIP_EXTRA_INDEX_URL to the address of torch's builds for CPUs, and start again. PyTorch's page "Get Started"
 shows this address after --index-url. If you already have torch, PYTHON=python3 uses it and installs nothing."""
-AMD_DEVICES = Path("/sys/class/kfd/kfd/topology/nodes")  # of the ROCm driver
 
 # Ranks that are asked to stop get the same signal, and may take their time to save. A machine that is gone is missed
 # after ten seconds. New ranks get a new store, because the old one still has the old ranks' keys.
@@ -177,15 +176,14 @@ def check_variables(command: str) -> None:
 
 
 def count_gpus() -> int:
-    """How many NVIDIA or AMD GPUs a rank will see. It is counted without torch, which takes seconds to import."""
+    """How many NVIDIA GPUs a rank will see. It is counted without torch, which takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        ids = [file.read_text().strip() for file in AMD_DEVICES.glob("*/gpu_id")]
-        return len([gpu_id for gpu_id in ids if gpu_id != "0"])  # a CPU has the id 0
+        return 0
     return len(re.findall("^GPU ", listed, re.MULTILINE))
 
 
@@ -206,6 +204,8 @@ def check_job(command: str, options, ranks: int, gpus: int) -> None:
             folder_lock.check_folder(options.folder, options.preset)
     elif command in names.CHAPTERS:
         engines = [command]
+    elif command == "bench":
+        engines = names.CHAPTERS
     else:
         engines = options.engines.split(",") if options.engines else names.engines_of(command)
     if gpus == 0 or options.device == "cpu":

@@ -23,20 +23,20 @@ OPTIMIZER = ("optimizer",)
 GRADIENTS = ("gradients", "optimizer")
 EVERYTHING = ("parameters", "gradients", "optimizer")
 
-# In the order of the tables. zerolab/run/engines.py has the rest. memory, bench, plan and watch know by name only the
+# In the order of the tables. zerolab/run/engines.py has the rest. memory, plan and watch know by name only the
 # engines that they run by default.
 ENGINES = {
     "single": Listed(NOTHING, ("compare",)),
-    "ddp": Listed(NOTHING, ("compare", "memory", "bench", "plan", "watch", "conform")),
-    "zero1": Listed(OPTIMIZER, ("compare", "memory", "bench", "plan", "watch", "conform")),
+    "ddp": Listed(NOTHING, ("compare", "memory", "plan", "watch", "conform")),
+    "zero1": Listed(OPTIMIZER, ("compare", "memory", "plan", "watch", "conform")),
     "zero1_2psi": Listed(OPTIMIZER, ("plan", "scale")),
-    "zero_redundancy_optimizer": Listed(OPTIMIZER, ("compare", "bench", "conform")),
-    "zero2": Listed(GRADIENTS, ("compare", "memory", "bench", "plan", "watch", "conform", "scale")),
-    "fsdp2_no_reshard": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "conform")),
+    "zero_redundancy_optimizer": Listed(OPTIMIZER, ("compare", "conform")),
+    "zero2": Listed(GRADIENTS, ("compare", "memory", "plan", "watch", "conform", "scale")),
+    "fsdp2_no_reshard": Listed(EVERYTHING, ("compare", "memory", "plan", "conform")),
     "hybrid": Listed(NOTHING, ("plan",)),  # it depends on the mesh
-    "zero3": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "watch", "conform", "scale")),
+    "zero3": Listed(EVERYTHING, ("compare", "memory", "plan", "watch", "conform", "scale")),
     "zero3-prefetch0": Listed(EVERYTHING, ("watch",)),
-    "fsdp2": Listed(EVERYTHING, ("compare", "memory", "bench", "plan", "watch", "conform")),
+    "fsdp2": Listed(EVERYTHING, ("compare", "memory", "plan", "watch", "conform")),
     "fsdp1": Listed(EVERYTHING, ()),
     "fsdp1_article": Listed(EVERYTHING, ()),
     "deepspeed1": Listed(OPTIMIZER, ("conform",)),
