@@ -44,7 +44,6 @@ def traced(prefetch: int) -> dict:
         trace = UnitTrace(engine, memory)
         with TrafficLedger() as traffic, Timeline(engine, listener=trace):
             engine.training_step(tokens, tokens, next_token_loss)
-        trace.close()
     with MemoryLedger(engine) as memory:
         engine.training_step(tokens, tokens, next_token_loss)
     with patch.dict(os.environ, COLUMNS="120"):  # whatever terminal the tests are started from

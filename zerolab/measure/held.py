@@ -129,11 +129,6 @@ def bucket_with(engine, tensors: list[torch.Tensor]):
     return None
 
 
-def has_gradient_buffers(stage) -> bool:
-    """Whether the gradients have whole buffers that stay from step to step: ZeRO-1's."""
-    return buckets_of(stage)[0].gradient is not None
-
-
 def sizes_of_layout(stage) -> tuple[int, int, int]:
     """Elements: of all buckets, of this rank's shards, and of padding."""
     whole = sum(bucket.numel for bucket in buckets_of(stage))

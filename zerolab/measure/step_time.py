@@ -34,7 +34,6 @@ OWN = ("compute", "optimizer", "host")
 UPDATE = "4 update the shard"
 OPERATION = "operation"
 WATCHED_STEPS = 5  # of each engine, or as many as are timed
-MOST_ROWS = 4  # ranks of one engine in the table; the JSON has all
 
 
 def divide(
@@ -239,11 +238,8 @@ def table(result: dict) -> str:
 
 
 def _rank_rows(name: str, found: dict) -> list[dict[str, str]]:
-    rows, ranks = [], found["ranks"]
-    if len(ranks) > MOST_ROWS:
-        ranks = sorted(ranks, key=lambda rank: -rank["own_ms"])
-        ranks = [*ranks[: MOST_ROWS - 1], ranks[-1]]  # the ranks with the most own work, and the one with the least
-    for rank in ranks:
+    rows = []
+    for rank in found["ranks"]:
         slowest = stands_out(found) and rank["rank"] == found["slowest_rank"]
         exposed, overlapped = sum(rank["exposed_ms"].values()), sum(rank["overlapped_ms"].values())
         least = "<=" if rank["told_late"] else ""

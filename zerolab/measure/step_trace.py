@@ -8,7 +8,7 @@ import textwrap
 import torch
 
 from zerolab.measure import tables
-from zerolab.measure.held import bucket_name, has_gradient_buffers, held_bytes
+from zerolab.measure.held import bucket_name, held_bytes
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.timeline import Listener, Span
 from zerolab.measure.traffic import sent_bytes
@@ -20,16 +20,9 @@ BUCKETS = """\
 buffer  the whole tensor of a collective: the sum over the ranks, or all shards together
 sent    what this rank sends for it: (N-1)/N of the buffer, or twice as much in an all-reduce
 live    all bytes that are alive on this rank when the event begins, activations included
-holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends
-"""
-BUFFERS_STAY = """\
-        (the gradients' buffers are allocated once and count always)
-"""
-REDUCED_INSIDE = """\
-3 reduce gradients: reduce-scatter   step 3 inside step 2: the gradients of a bucket are final
-"""
-COUNTED = """\
-x 2     two equal events in a row; live is measured at the second
+holds   parameters, gradients and optimizer state that this rank keeps when this numbered step ends. ZeRO-1's buffers
+        for gradients are allocated once and always count
+3 reduce gradients: reduce-scatter   ZeRO-2's step 3 inside step 2: the gradients of a bucket are final
 """
 UNITS = """\
 gather   5 gather parameters: the all-gather of a unit or of the root starts, inside step 1 or 2
@@ -62,58 +55,43 @@ class StepTrace(Listener):
     def step_ends(self, step: Span, depth: int) -> None:
         self._depth = depth - 1
         if depth == 1:
-            self.line(f"  holds {held_in_words(self.engine)}{self.note_at_the_end(step.name)}")
+            self.line(f"  holds {held_in_words(self.engine)}{self.note_at_the_end()}")
 
 
 class BucketTrace(StepTrace):
-    """ZeRO-1 and -2: a line per collective. Equal lines in a row become one line with a count."""
+    """ZeRO-1 and -2: a line per collective."""
+
+    how_to_read = BUCKETS
 
     def __init__(self, engine, memory: MemoryLedger):
         super().__init__(engine, memory)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
-        self._last, self._count, self._live = None, 0, 0
-
-    def how_to_read(self) -> str:
-        """Explanation of the columns and marks. Call it after the step, because it covers only those in use."""
-        kept = has_gradient_buffers(self.engine)
-        counted = any("  x " in line for line in self.lines)
-        return BUCKETS + (BUFFERS_STAY if kept else REDUCED_INSIDE) + (COUNTED if counted else "")
 
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         inside = f"{collective.step}: " if self._depth > 1 else ""
-        self.line(f"  {inside + collective.name:<42}{collective.nbytes / 1e6:>10.2f}{_sent(collective) / 1e6:>9.2f}")
+        sizes = f"{collective.nbytes / 1e6:>10.2f}{_sent(collective) / 1e6:>9.2f}{self.memory.live / 1e6:>9.2f}"
+        self.line(f"  {inside + collective.name:<42}{sizes}")
 
-    def note_at_the_end(self, step: str) -> str:
+    def note_at_the_end(self) -> str:
         in_flight = getattr(self.engine, "in_flight", None)
         if in_flight is None:
             return ""
         return f" (the last bucket's {in_flight.shard_gradient.nbytes / 1e6:.2f} MB are in flight)"
 
     def line(self, text: str) -> None:
-        if text != self._last:
-            self.close()
-        self._last, self._count, self._live = text, self._count + 1, self.memory.live
-
-    def close(self) -> None:
-        """Write the line that counts equal events."""
-        if self._last is not None:
-            times = f"  x {self._count}" if self._count > 1 else ""
-            live = "" if self._last.startswith("  holds") else f"{self._live / 1e6:>9.2f}"
-            self.lines.append(f"{self._last:<63}{live}{times}")
-        self._last, self._count = None, 0
+        self.lines.append(text)
 
 
 class UnitTrace(StepTrace):
     """ZeRO-3: the sequence at the top of zero3.py, a line for each unit that computes, with a bar of what is alive."""
+
+    how_to_read = UNITS
 
     def __init__(self, engine, memory: MemoryLedger):
         super().__init__(engine, memory)
         self._rows: list[tuple[str, float, int]] = []  # text, bytes sent, bytes alive (0: a line of text only)
         self._groups: list[tuple[str, list[str]]] = []  # of the line being written: (verb, names of units)
         self._sent = 0.0
-
-    def how_to_read(self) -> str:
-        return UNITS
 
     @property
     def lines(self) -> list[str]:
@@ -135,14 +113,10 @@ class UnitTrace(StepTrace):
         self.flush()
         self._rows.append((text, 0.0, 0))
 
-    def note_at_the_end(self, step: str) -> str:
+    def note_at_the_end(self) -> str:
         roots = [unit for unit in self.engine.units if unit.module is self.engine.model]
         gathered = sum(unit.flat.nbytes for unit in roots if unit.allocated)
         return f" ({gathered / 1e6:.2f} MB of the parameters are the gathered root)" if gathered else ""
-
-    def close(self) -> None:
-        """Write the last line."""
-        self.flush()
 
     def flush(self) -> None:
         """Write the line."""

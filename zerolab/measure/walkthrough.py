@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerolab.measure import tables, walkthrough_options
-from zerolab.measure.held import buckets_of, has_gradient_buffers, owners, sizes_of_layout
+from zerolab.measure.held import buckets_of, owners, sizes_of_layout
 from zerolab.measure.ledger import PartsLedger
 from zerolab.measure.step_trace import BucketTrace, UnitTrace, held_in_words
 from zerolab.measure.timeline import Timeline, chrome_trace
@@ -73,8 +73,7 @@ def _print_trace(engine, memory: PartsLedger, batch, options: argparse.Namespace
     trace = kind(engine, memory)
     with watched_step(engine, memory) as seen, Timeline(engine, listener=trace):
         loss = engine.training_step(*batch, next_token_loss)
-    trace.close()
-    print_wrapped("\n".join([trace.how_to_read(), *trace.lines]))
+    print_wrapped("\n".join([trace.how_to_read, *trace.lines]))
     print_wrapped(
         f"\nloss {loss.item():.4f} on this rank's batch; after zero_grad() this rank keeps {held_in_words(engine)}"
     )
@@ -125,13 +124,12 @@ def _partition(engine, options: argparse.Namespace) -> str:
         parts = f"{count} bucket{'s' if count > 1 else ''}"
         limit = f" of at most {options.bucket_mb:g} MiB"
     whole, shard, padding = sizes_of_layout(engine)
-    buffers = "; the gradients' buffers are allocated with the engine" if has_gradient_buffers(engine) else ""
     return "\n".join([
         f"\nGPT {options.preset}: Ψ = {psi:,} parameters, {4 * psi / 1e6:.2f} MB in float32",
         f"\nStep 0 partition: {parts}{limit}, each cut into {whole // shard} equal shards, one per rank.",
         f"This rank owns {shard:,} elements. {padding} elements are padding: zeros that make the shards equal.",
         *_owners(engine, options.map),
-        f"holds {held_in_words(engine)} (AdamW allocates its state in its first step{buffers})\n",
+        f"holds {held_in_words(engine)} (AdamW allocates its state in its first step)\n",
     ])  # fmt: skip
 
 
