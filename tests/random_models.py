@@ -26,8 +26,6 @@ class Part:
     side_loss   "": none. "kept": the layer keeps a loss as an attribute. "recomputed": and computes it in a checkpoint
     calls       how often it runs in a forward
     skipped     whether batches with an odd number do not use it
-    clamps      whether its forward writes to its weights
-    state_hook  whether it registers a hook that clones the entries of its state dictionary
     """
 
     kind: str = "linear"
@@ -37,8 +35,6 @@ class Part:
     side_loss: str = ""
     calls: int = 1
     skipped: bool = False
-    clamps: bool = False
-    state_hook: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,13 +176,9 @@ class Layer(nn.Module):
         params = list(self.parameters())
         for param in params[: {"": 0, "first": 1, "whole": len(params)}[part.frozen]]:
             param.requires_grad_(False)
-        if part.state_hook:
-            self.register_state_dict_post_hook(clone_entries)
 
     def forward(self, x):
         part = self.part
-        if part.clamps:
-            self.clamp()
         h = checkpoint(self.layer, x, use_reentrant=False) if part.recomputed == "inside" else self.layer(x)
         if part.side_loss == "recomputed":
             self.loss = checkpoint(self.make_loss, h, use_reentrant=False)
@@ -200,18 +192,6 @@ class Layer(nn.Module):
 
     def make_loss(self, h):
         return self.side(h).square().mean()
-
-    @torch.no_grad()
-    def clamp(self):
-        for param in self.layer.parameters():
-            if not param.is_complex() and (param.abs() > 0.3).any():  # only then, as a write is an event to autograd
-                param.clamp_(-0.3, 0.3)
-
-
-def clone_entries(module, state, prefix, metadata):
-    for key in state:
-        if key.startswith(prefix):
-            state[key] = state[key].clone()
 
 
 class Network(nn.Module):
