@@ -315,7 +315,7 @@ OTHERS = [
         "ZeRO3.before_forward",
         "unit.wait()",
         "for each in (unit, *unit.following): each.wait()",
-        found_by="test_chapters.py::test_a_gather_ahead_is_in_flight_while_a_unit_computes",
+        found_by="conformance/test_traffic.py::test_zero3_gathers_the_next_unit_while_the_present_one_computes",
     ),
     Mutation(
         "zero3",

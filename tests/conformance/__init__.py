@@ -3,7 +3,7 @@
     @pytest.mark.ranks(2, 3)                      how many ranks; by default two. `thorough=`: these with -m thorough
     @pytest.mark.stages("zero2", "zero3")         for these engines of ours; default: for every engine, also your own
     @pytest.mark.needs("groups")                  of other engines for those that support several parameter groups
-    @pytest.mark.chapters                         also for the three chapters; `chapters("zero3")`: for these
+    @pytest.mark.chapters                         also for the chapters
     @pytest.mark.parametrize("bucket_mb", [0, 1])
     def test_something(engine, bucket_mb):
         \"""One sentence: what must be true.\"""

@@ -89,20 +89,20 @@ class Pair:
             return found
         return tuple(each.to(self.cast) if each.is_floating_point() else each for each in found)
 
-    def backward(self, step, scale=1.0, quiet=False):
+    def backward(self, step, quiet=False):
         """Forward and backward of both on the batches of this step. `quiet`: the engine's under `no_sync`."""
-        expected = self.backward_of_plain(step, scale)
+        expected = self.backward_of_plain(step)
         with self.trained.no_sync() if quiet else contextlib.nullcontext():
-            found = self.loss(self.trained, *self.batch(step)) * scale
+            found = self.loss(self.trained, *self.batch(step))
             found.backward()
         same(found.detach(), expected[self.rank].detach(), self.tolerance, f"this rank's loss in step {step}")
 
-    def backward_of_plain(self, step, scale=1.0):
+    def backward_of_plain(self, step):
         parts = len(self.ranks)
         if self.computes is not self.plain:
             self.computes.load_state_dict(self.plain.state_dict())
             parts = 1  # `hand_over` divides
-        losses = [self.loss(self.computes, *self.batch(step, rank)) * scale for rank in range(len(self.ranks))]
+        losses = [self.loss(self.computes, *self.batch(step, rank)) for rank in range(len(self.ranks))]
         for loss in losses:
             (loss / parts).backward()
         return losses

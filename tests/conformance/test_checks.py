@@ -1,19 +1,19 @@
 """Mistakes raise an error on every rank that says what happened and what to do. Then training continues."""
 
+import contextlib
 import copy
-import io
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Block, Blocks, Recorder, Tied, batch, mse, own_batch, seeded
+from helpers import MOMENTUM, Block, Blocks, Recorder, batch, mse, own_batch, seeded
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+import zerolab.engine
 from conformance.pair import Pair
 from zerolab.engine import checkpoint as checkpoints
 
@@ -23,86 +23,74 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 # At the build.
 
 
-def scripted(model):
-    model.head = torch.jit.script(nn.Linear(5, 3).double())
-    return MOMENTUM(model.parameters())
-
-
 def max_norm(model):
-    model.embedding.max_norm = 0.1
-    return MOMENTUM(model.parameters())
+    model[0].max_norm = 0.1
+    return model
 
 
 def tied_by_data(model):
-    model.blocks[1].scale.data = model.blocks[0].scale.data
-    return MOMENTUM(model.parameters())
+    model[2].bias.data = model[1].bias.data
+    return model
 
 
 def aliased(model):
-    model.register_buffer("alias", model.head.weight.data)
-    return MOMENTUM(model.parameters())
+    model.register_buffer("alias", model[1].weight.data)
+    return model
 
 
-def stepped(model):
-    optimizer = ADAMW(model.parameters())
-    mse(model, *batch(0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
+def fsdp1_of_a_part(model):
+    model[2] = FullyShardedDataParallel(model[2], device_id=torch.device("cpu"))
+    return model
 
 
-def all_frozen(model):
-    return MOMENTUM(model.requires_grad_(False).parameters())
+def other_engine(model):
+    model.engine = zerolab.engine.ZeRO3Engine(model, MOMENTUM(model.parameters()))
+    return model
 
 
-def no_instance(model):
-    return torch.optim.AdamW
-
-
-def adafactor(model):
-    return torch.optim.Adafactor(model.parameters())
-
-
-def left_out(model):
-    return MOMENTUM([*model.parameters()][:-1])
-
-
-def foreign(model):
-    return MOMENTUM([*model.parameters(), nn.Parameter(torch.ones(1))])
-
-
-def as_usual(model):
-    return MOMENTUM(model.parameters())
-
-
-BUILDS = {  # (a function that changes the model and returns an optimizer, options, the error's text)
-    "scripted": (scripted, {}, "scripted"),
-    "max_norm": (max_norm, {}, "max_norm"),
-    "tied by data": (tied_by_data, {}, "share memory"),
-    "aliased by a buffer": (aliased, {}, "'alias' shares memory with 'head.weight'"),
-    "stepped": (stepped, {}, "has made steps already"),
-    "all frozen": (all_frozen, {}, "nothing to train"),
-    "not an optimizer": (no_instance, {}, "expected an optimizer"),
-    "Adafactor": (adafactor, {}, "looks at whole tensors"),
-    "left out": (left_out, {}, "not in the optimizer: .*head.bias"),
-    "foreign": (foreign, {}, "not the model's"),
-    "param_dtype": (as_usual, {"param_dtype": torch.int8}, "param_dtype.*int8"),
-    "reduce_dtype": (as_usual, {"reduce_dtype": torch.int8}, "reduce_dtype.*int8"),
-    "no dtype": (as_usual, {"param_dtype": "bfloat16"}, "param_dtype.*'bfloat16'"),
-    "no policy": (as_usual, {"offload_policy": True}, "offload_policy.*True"),
+MODELS = {  # (a function that returns the changed model, the error's text)
+    "max_norm": (max_norm, "max_norm"),
+    "tied by data": (tied_by_data, "share memory"),
+    "aliased by a buffer": (aliased, "'alias' shares memory with '1.weight'"),
+    "DDP": (nn.parallel.DistributedDataParallel, r"\.module"),
+    "FSDP1": (fsdp1_of_a_part, "FullyShardedDataParallel"),
+    "FSDP2": (fully_shard, "fully_shard"),
+    "another engine": (other_engine, "another engine"),
 }
 
 
 @pytest.mark.stages("zero1", "zero3")  # zero2 is built as zero1 is
-@pytest.mark.parametrize("case", BUILDS)
-def test_builds_that_cannot_work(engine, case):
-    """They raise an error on every rank. Then the model can be built correctly."""
-    change, options, text = BUILDS[case]
-    model = seeded(Blocks)
-    optimizer = change(model)
-    with pytest.raises((ValueError, TypeError), match=text):
-        engine(model, optimizer, **options)
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_trained(engine, case):
+    """They raise an error on every rank. Then a correct model can be built."""
+    change, text = MODELS[case]
+    model = change(nn.Sequential(nn.Embedding(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)))
+    with pytest.raises(ValueError, match=text):
+        engine(model, MOMENTUM(model.parameters()))
     Pair(engine, seeded(Blocks)).train(1)
+
+
+OPTIONS = {"param_dtype": torch.int8, "reduce_dtype": "bfloat16", "offload_policy": True}
+
+
+@pytest.mark.stages("zero1", "zero3")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_cannot_work(engine, name):
+    """The error has the name of the option and its value."""
+    model = seeded(Blocks)
+    with pytest.raises(ValueError, match=f"{name}.*{OPTIONS[name]}"):
+        engine(model, MOMENTUM(model.parameters()), **{name: OPTIONS[name]})
+
+
+@pytest.mark.stages("zero1", "zero3")
+def test_an_optimizer_that_has_made_steps_is_refused(engine):
+    """Its state is for whole parameters. test_chapters.py has the other optimizers that cannot work."""
+    model = seeded(Blocks)
+    optimizer = ADAMW(model.parameters())
+    mse(model, *batch(0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps already"):
+        engine(model, optimizer)
 
 
 @pytest.mark.stages("zero3")
@@ -122,78 +110,16 @@ def test_units_that_cannot_work(engine, case):
         engine(model, MOMENTUM(model.parameters()), **options)
 
 
-@ours
-def test_a_model_has_one_engine(engine):
-    """A second engine with the same model, or an engine with DDP's wrapper, raises an error."""
-    model = seeded(Blocks)
-    trained = engine(model, MOMENTUM(model.parameters()))
-    with pytest.raises(ValueError, match="another engine"):
-        engine(model, MOMENTUM(model.parameters()))
-    wrapped = nn.parallel.DistributedDataParallel(seeded(Blocks))
-    with pytest.raises(ValueError, match=r"\.module"):
-        engine(wrapped, MOMENTUM(wrapped.parameters()))
-    mse(trained, *own_batch(0)).backward()
-    trained.step()
-
-
-def without_scalars(model):
-    """FSDP supports no scalars, and FSDP2 only contiguous parameters."""
-    for param in model.parameters():
-        param.data = (param.data.reshape(1) if param.ndim == 0 else param.data).contiguous()
-    return model
-
-
-def fsdp1(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def fsdp1_of_a_part(model):
-    model.blocks[1] = FullyShardedDataParallel(model.blocks[1], device_id=torch.device("cpu"), use_orig_params=True)
-    return model
-
-
-def fsdp2(model):
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return model
-
-
-SHARDED = {shard.__name__: shard for shard in (fsdp1, fsdp1_of_a_part, fsdp2)}
-
-
-@ours
-@pytest.mark.parametrize("shard", SHARDED)
-def test_a_model_that_is_sharded_already_is_refused(engine, shard):
-    """By FSDP1 or `fully_shard`, whole or in part: the error names it."""
-    model = SHARDED[shard](without_scalars(seeded(Blocks)))
-    with pytest.raises(ValueError, match="FullyShardedDataParallel|fully_shard"):
-        engine(model, MOMENTUM(model.parameters()))
-    Pair(engine, seeded(Blocks)).train(1)
-
-
 def freeze_head(model):
     model.head.bias.requires_grad_(False)
-
-
-def cast_head(model):
-    model.head.float()
 
 
 def add_block(model):
     model.blocks.append(seeded(Blocks).blocks[0])
 
 
-def add_buffer(model):
-    model.register_buffer("more", torch.zeros(2))
-
-
 def reorder(model):
-    model.head.weight, model.head.bias = None, None
-    other = seeded(nn.Linear, 5, 3)
-    model.head.bias, model.head.weight = other.bias, other.weight
-    del model.head._parameters["weight"], model.head._parameters["bias"]
-    model.head.bias, model.head.weight = other.bias, other.weight
+    model.blocks = model._modules.pop("blocks")
 
 
 def other_optimizer(model):
@@ -211,15 +137,11 @@ def change_nothing(model):
 
 DIFFERENT = {
     "frozen": (freeze_head, {}, r"parameter 'head\.bias' is .*frozen there and .*trained in group 0 on rank 0"),
-    "a dtype": (cast_head, {}, r"parameter 'head\.weight' is torch\.float32.*torch\.float64"),
     "a block more": (add_block, {}, r"parameter 'blocks\.3\.down' is .* there and absent on rank 0.* more differences"),
-    "a buffer more": (add_buffer, {}, r"buffer 'more' is torch\.float32.* and absent on rank 0"),
-    "the order": (reorder, {}, r"the position of 'head\.bias' is 13 there and 14 on rank 0"),
+    "the order": (reorder, {}, r"the position of 'head\.weight' is 1 there and 13 on rank 0"),
     "the optimizer": (other_optimizer, {}, r"optimizer is RMSprop there and SGD on rank 0"),
     "the groups": (two_groups, {}, r"'head\.bias' is .*trained in group 1 there and .*group 0"),
     "find_unused": (change_nothing, {"find_unused": True}, "find_unused is True there and False on rank 0"),
-    "param_dtype": (change_nothing, {"param_dtype": torch.bfloat16}, r"param_dtype is torch\.bfloat16 there and None"),
-    "reduce_dtype": (change_nothing, {"reduce_dtype": torch.float32}, r"reduce_dtype is torch\.float32 there and None"),
 }
 
 
@@ -269,21 +191,16 @@ def test_torchs_optimizer_step_is_refused(engine):
 
 
 @pytest.mark.stages("zero2", "zero3")
-@pytest.mark.parametrize("read", ["clip", "look", "clear", "set"])
-def test_gradients_that_have_moved_are_not_silently_none(engine, read):
+@pytest.mark.parametrize("use", ["clip", "clear"])
+def test_gradients_that_have_moved_are_not_silently_none(engine, use):
     """Reading or setting `param.grad` after backward is an error, because torch's clipping would see no gradient."""
     pair = Pair(engine, seeded(Blocks))
     pair.backward(0)
-    model = pair.model
-    with pytest.raises(RuntimeError, match="'embedding.weight'|'head.weight'"):
-        if read == "clip":
-            clip_grad_norm_(model.parameters(), 1.0)
-        elif read == "look":
-            model.head.weight.grad  # noqa: B018  reading raises the error
-        elif read == "clear":
-            model.zero_grad()
+    with pytest.raises(RuntimeError, match="'embedding.weight'"):
+        if use == "clip":
+            clip_grad_norm_(pair.model.parameters(), 1.0)
         else:
-            model.head.weight.grad = None
+            pair.model.zero_grad()
     pair.step()
     pair.train()
 
@@ -311,7 +228,7 @@ def read_gradient(param):
 
 
 @pytest.mark.stages("zero1")
-@pytest.mark.parametrize("change", ["zero_grad", "none", "other", "another optimizer"])
+@pytest.mark.parametrize("change", ["zero_grad", "another optimizer", "assigned"])
 def test_replacing_gradients_of_zero1_is_refused(engine, change):
     """They would not be sent. The error comes at once, and names the engine's method. Changes in place are kept."""
     pair = Pair(engine, seeded(Blocks))
@@ -323,8 +240,6 @@ def test_replacing_gradients_of_zero1_is_refused(engine, change):
             pair.model.zero_grad()
         elif change == "another optimizer":
             second.zero_grad()
-        elif change == "none":
-            pair.model.head.weight.grad = None
         else:
             pair.model.head.weight.grad = torch.ones_like(pair.model.head.weight)
     pair.step()
@@ -358,10 +273,9 @@ def test_a_step_that_threw_away_its_gradients_in_place(engine):
 
 
 @ours
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_gradients_that_are_set_in_the_optimizer_too_early_are_refused(engine, find_unused):
+def test_gradients_that_are_set_in_the_optimizer_too_early_are_refused(engine):
     """Before `reduce_gradients()` they would be replaced by the reduced gradients."""
-    pair = Pair(engine, seeded(Blocks), find_unused=find_unused)
+    pair = Pair(engine, seeded(Blocks), find_unused=True)
     pair.loss_of_engine().backward()
     for piece in pair.trained.optimizer.param_groups[0]["params"]:
         piece.grad = torch.zeros_like(piece)
@@ -372,10 +286,9 @@ def test_gradients_that_are_set_in_the_optimizer_too_early_are_refused(engine, f
 
 
 @pytest.mark.stages("zero2")
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_gradients_without_a_backward_are_refused(engine, find_unused):
+def test_gradients_without_a_backward_are_refused(engine):
     """`torch.autograd.grad` and then `param.grad = ...`: nothing would be sent."""
-    pair = Pair(engine, seeded(Blocks), find_unused=find_unused)
+    pair = Pair(engine, seeded(Blocks), find_unused=True)
     params = list(pair.model.parameters())
     gradients = torch.autograd.grad(pair.loss_of_engine(), params)
     for param, gradient in zip(params, gradients):
@@ -401,29 +314,19 @@ def test_the_optimizers_zero_grad_is_refused(engine):
     pair.train()
 
 
-def to_float(model):
-    model.float()
-
-
-def there_and_back(model):
-    model.float().double()
-
-
-def new_data(model):
-    model.head.bias.data = torch.zeros(3, dtype=torch.float64)
-
-
-MOVES = {move.__name__: move for move in (to_float, there_and_back, new_data)}
-
-
 @pytest.mark.stages("zero1", "zero2")
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", ["another dtype", "there and back", "new data"])
 def test_a_model_that_moves_after_the_build_is_refused(engine, move):
     """The step raises an error, and the shards keep their values."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()), bucket_mb=0)
     before = trained.full_state_dict()
-    MOVES[move](model)
+    if move == "new data":
+        model.head.bias.data = torch.zeros(3, dtype=torch.float64)
+    else:
+        model.float()
+    if move == "there and back":
+        model.double()
     with pytest.raises(RuntimeError, match="left the engine's buffer|dtype"):
         mse(trained, *own_batch(0)).backward()
         trained.step()
@@ -434,33 +337,21 @@ def test_a_model_that_moves_after_the_build_is_refused(engine, move):
 # Weights that change at the wrong moment.
 
 
-def load_a_state(trained, state, folder):
-    trained.load_full_state_dict(state)
-
-
-def load_a_checkpoint(trained, state, folder):
-    checkpoints.load(trained, folder)
-
-
-LOADS = {load.__name__: load for load in (load_a_state, load_a_checkpoint)}
-
-
 @ours
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.float64}, {"reshard": False}], ids=str)
-def test_weights_loaded_between_forward_and_backward_are_refused(engine, load, options, tmp_path):
+@pytest.mark.parametrize("source", ["state", "checkpoint"])
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.float64}, {"reshard_after_forward": False}], ids=str)
+def test_weights_loaded_between_forward_and_backward_are_refused(engine, source, options, tmp_path):
     """Backward would use activations of the old weights and values of the new ones. Plain torch raises an error too."""
-    if options == {"reshard": False}:
-        if engine.like != "zero3":
-            pytest.skip("only ZeRO-3 has the option")
-        options = {"reshard_after_forward": False}
+    if "reshard_after_forward" in options and engine.like != "zero3":
+        pytest.skip("only ZeRO-3 has the option")
     pair = Pair(engine, seeded(Blocks), **options)
     state = pair.trained.full_state_dict()
-    folder = [str(tmp_path)]
-    dist.broadcast_object_list(folder)
-    checkpoints.save(pair.trained, folder[0])
+    checkpoints.save(pair.trained, tmp_path)
     loss = pair.loss_of_engine()
-    LOADS[load](pair.trained, state, folder[0])
+    if source == "state":
+        pair.trained.load_full_state_dict(state)
+    else:
+        checkpoints.load(pair.trained, tmp_path)
     with pytest.raises(RuntimeError, match="in place|inplace"):
         loss.backward()
     pair.trained.zero_grad()
@@ -521,10 +412,6 @@ def test_a_forward_may_write_to_its_weights(engine, where):
 # ZeRO-3's freed weights.
 
 
-def computes(model):
-    return model.head.weight + 1
-
-
 def item(model):
     return model.blocks[0].scale.item()
 
@@ -533,61 +420,33 @@ def data(model):
     return model.head.weight.data
 
 
-def numpy(model):
-    return model.head.weight.detach().numpy()
-
-
-def write(model):
-    model.head.weight.data.clamp_(-1, 1)
-
-
-def initialize(model):
-    nn.init.constant_(model.head.weight, 0.1)
-
-
 def part_of_the_model(model):
     return model.head(torch.zeros(1, 5, dtype=torch.float64))
-
-
-def deepcopy(model):
-    return copy.deepcopy(model)
-
-
-def save(model):
-    torch.save(model.state_dict(), io.BytesIO())
 
 
 def load(model):
     model.load_state_dict(seeded(Blocks).state_dict())
 
 
-ALL = (computes, item, data, numpy, write, initialize, part_of_the_model, deepcopy, save, load)
-READS = {read.__name__: read for read in ALL}
+READS = {read.__name__: read for read in (item, data, part_of_the_model, copy.deepcopy, load)}
 
 
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("read", READS)
 def test_a_freed_weight_that_is_read_is_refused(engine, read):
-    """The error has the weight's name and the correct way to read it, and training continues."""
+    """The error has the weight's name and the correct way to read it. Its shape can be read, and it can be printed."""
     pair = Pair(engine, seeded(Blocks))
     pair.train(1)
     with pytest.raises(RuntimeError, match="is freed"):
         READS[read](pair.model)
-    assert pair.model.head.weight.shape == (3, 5) and pair.model.head.weight.requires_grad
+    weight = pair.model.head.weight
+    assert weight.shape == (3, 5) and weight.requires_grad and "head.weight" in repr(weight)
     pair.train()
 
 
 class Reentrant(Blocks):
     def call(self, block, x):
         return checkpoint(block, x, use_reentrant=True)
-
-
-@pytest.mark.stages("zero3")
-def test_a_freed_weight_is_printed_by_its_name(engine):
-    """In a debugger, or in the message of an error: its values are not here."""
-    model = seeded(Blocks)
-    trained = engine(model, MOMENTUM(model.parameters()))
-    assert "blocks.0.down" in repr(trained.model.blocks[0].down)
 
 
 @pytest.mark.stages("zero1", "zero2")
@@ -630,39 +489,30 @@ class Stumbles(Blocks):
 
     def call(self, block, x):
         if block is self.blocks[1] and self.stumble == "forward":
-            raise ZeroDivisionError("stumbled")
+            raise torch.OutOfMemoryError
         x = block(x)
         if block is self.blocks[1] and self.stumble == "backward":
-            x.register_hook(stumble)
+            x.register_hook(interrupt)
         return x
 
 
-def stumble(gradient):
-    raise ZeroDivisionError("stumbled")
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "no_sync"])
-def test_training_goes_on_after_an_exception(engine, where):
-    """After an error in a forward or in the middle of a backward, `zero_grad()` restores the engine."""
-    if not engine.ours:
-        pytest.skip(f"{engine.name} documents nothing about errors in a step")
-    pair = Pair(engine, seeded(Stumbles))
-    pair.train(1)
-    pair.model.stumble = "backward" if where == "no_sync" else where
-    with pytest.raises(ZeroDivisionError):
-        if where == "no_sync":
-            with pair.trained.no_sync():
-                pair.loss_of_engine().backward()
-        else:
-            pair.loss_of_engine().backward()
-    pair.trained.zero_grad()
-    pair.model.stumble = None
-    pair.train()
+def interrupt(gradient):
+    raise KeyboardInterrupt
 
 
 @ours
-def test_a_second_rank_of_tied_weights_counts_once(engine):
-    """A tied weight is one parameter: it is updated once."""
-    model = seeded(Tied)
-    trained = engine(model, MOMENTUM(model.parameters()))
-    assert trained.full_state_dict()["head.weight"].equal(trained.full_state_dict()["embedding.weight"])
+@pytest.mark.chapters
+@pytest.mark.parametrize("where", ["forward", "backward", "no_sync"])
+def test_training_continues_after_an_error(engine, where):
+    """After "out of memory" in a forward, or Ctrl-C in the middle of a backward, `zero_grad()` restores the engine."""
+    if engine.chapter and where == "no_sync":
+        pytest.skip("the chapter has no `no_sync`")
+    pair = Pair(engine, seeded(Stumbles))
+    pair.train(1)
+    pair.model.stumble = "forward" if where == "forward" else "backward"
+    quiet = pair.trained.no_sync() if where == "no_sync" else contextlib.nullcontext()
+    with pytest.raises((torch.OutOfMemoryError, KeyboardInterrupt)), quiet:
+        pair.loss_of_engine().backward()
+    pair.trained.zero_grad()
+    pair.model.stumble = None
+    pair.train()

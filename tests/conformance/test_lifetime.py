@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import time
 import weakref
@@ -29,19 +28,13 @@ class KeepsLoss(Blocks):
         return out
 
 
-USES = {
-    "trained": {},
-    "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "find_unused": {"find_unused": True},
-}
-
-
 @ours
-@pytest.mark.parametrize("use", [*USES, "recomputed", "between forward and backward", "after an error", "a scaler"])
+@pytest.mark.parametrize("use", ["recomputed", "options", "between forward and backward", "after an error", "a scaler"])
 def test_a_dropped_engine_is_freed(engine, use):
     """Neither hooks nor autograd keep the engine, its model, its optimizer or its shards alive."""
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "find_unused": True}
     model = seeded(Recomputed if use == "recomputed" else KeepsLoss, dtype=torch.float32)
-    trained = engine(model, ADAMW(model.parameters()), **USES.get(use, {}))
+    trained = engine(model, ADAMW(model.parameters()), **(options if use == "options" else {}))
     data = own_batch(0, dtype=torch.float32)
     if use == "a scaler":
         scaler = GradScaler("cpu")
@@ -52,39 +45,18 @@ def test_a_dropped_engine_is_freed(engine, use):
     if use == "between forward and backward":
         mse(trained, *data)
     if use == "after an error":
-        with pytest.raises(Exception, match=""):
+        with pytest.raises((TypeError, AttributeError)):
             trained("no tokens")
     things = [trained, model, trained.optimizer, *model.parameters()]
     things += [each for bucket in trained.all_buckets for each in (bucket.shard, bucket.flat)]
     references = [weakref.ref(each) for each in things]
     del trained, model, things
-    assert alive_after_collection(references) == []
-
-
-def alive_after_collection(references):
-    """The types of what is still alive. gloo's thread frees a collective's buffers a moment after `wait()`."""
     gc.collect()
     deadline = time.monotonic() + 20
     while any(each() is not None for each in references) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # gloo's thread frees a collective's buffers a moment after `wait()`
         gc.collect()
-    return [type(each()).__name__ for each in references if each() is not None]
-
-
-@ours
-def test_many_engines_leave_nothing(engine):
-    """As in a search over learning rates in one process."""
-    references = []
-    for number in range(20):
-        model = seeded(lambda: nn.Linear(6, 3))
-        trained = engine(model, ADAMW(model.parameters(), lr=0.001 * number))
-        trained.training_step(
-            torch.ones(2, 6, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64), nn.functional.mse_loss
-        )
-        references += [weakref.ref(each) for each in (trained, model, trained.optimizer, model.weight)]
-        references += [weakref.ref(each) for bucket in trained.all_buckets for each in (bucket.shard, bucket.flat)]
-    del trained, model
-    assert alive_after_collection(references) == []
+    assert [type(each()).__name__ for each in references if each() is not None] == []
 
 
 @pytest.mark.stages("zero3")
@@ -101,18 +73,13 @@ def test_a_weight_of_an_engine_that_is_gone_cannot_be_read(engine):
 
 
 @ours
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
-def test_copying_an_engine_raises_an_error(engine, way):
-    """The error says how to copy weights and how to save."""
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_copying_an_engine_raises_an_error(engine, copy_of):
+    """The error says how to copy weights and how to save. `torch.save` pickles."""
     model = seeded(Blocks)
     trained = engine(model, MOMENTUM(model.parameters()))
     with pytest.raises(TypeError, match="full_state_dict"):
-        if way == "deepcopy":
-            copy.deepcopy(trained)
-        elif way == "pickle":
-            pickle.dumps(trained)
-        else:
-            torch.save(trained, io.BytesIO())
+        copy_of(trained)
     mse(trained, *own_batch(0)).backward()
     trained.step()
 
@@ -165,40 +132,31 @@ def test_what_autograd_has_saved_goes_with_the_graph(engine, way):
 @ours
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_find_weights_and_gradients(engine, when):
-    """Hooks around a unit's forward find its weights, and hooks on parameters find this rank's gradients.
+    """Hooks around a unit's forward, registered before or after the build, find its weights.
 
-    They can be registered before or after the engine is built.
+    Hooks on parameters, registered before the build, find this rank's gradients.
     """
     model, plain, found = seeded(Blocks), seeded(Blocks), {}
-    name = "blocks.1.up.weight"
+    block = model.blocks[1]
 
     def register():
-        block = model.blocks[1]
         block.register_forward_pre_hook(lambda *_: found.update(before=block.up.weight.detach().clone()))
         block.register_forward_hook(
             lambda *_: found.update(behind=block.up.weight.detach().clone()), prepend=when == "after"
         )
-        if when == "before":  # an engine's own hook takes the gradient away
-            block.up.weight.register_post_accumulate_grad_hook(lambda p: found.update(gradient=p.grad.clone()))
 
     if when == "before":
         register()
+    block.up.weight.register_post_accumulate_grad_hook(lambda param: found.update(gradient=param.grad.clone()))
     trained = engine(model, MOMENTUM(model.parameters()))
     if when == "after":
         register()
-    for step in range(2):
-        plain.load_state_dict(trained.full_state_dict())
-        plain.zero_grad()
-        mse(plain, *own_batch(step)).backward()
-        found.clear()
-        mse(trained, *own_batch(step)).backward()
-        expected = plain.get_parameter(name)
-        same(found["before"], expected.detach(), 0, "the weight before forward")
-        same(found["behind"], expected.detach(), 0, "the weight behind forward")
-        if when == "before":
-            same(found["gradient"], expected.grad, 1e-12, "the gradient")
-        trained.step()
-        trained.zero_grad()
+    mse(plain, *own_batch(0)).backward()
+    mse(trained, *own_batch(0)).backward()
+    expected = plain.blocks[1].up.weight
+    same(found["before"], expected.detach(), 0, "the weight before forward")
+    same(found["behind"], expected.detach(), 0, "the weight behind forward")
+    same(found["gradient"], expected.grad, 1e-12, "the gradient")
 
 
 class Halved(Blocks):

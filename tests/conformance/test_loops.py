@@ -1,10 +1,8 @@
 """Training loops: accumulation, `no_sync`, evaluations, unusual backwards, clipping."""
 
 import contextlib
-import itertools
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +106,9 @@ def test_a_forward_without_a_backward_changes_nothing(engine):
     pair.check_weights()
 
 
+# In each way `scale` is 1/N for plain torch, which adds up the ranks' gradients, and 1 for the engine.
+
+
 def twice_through_one_graph(model, inputs, targets, scale):
     loss = mse(model, inputs, targets) * scale
     loss.backward(retain_graph=True)
@@ -128,21 +129,25 @@ def interleaved(model, inputs, targets, scale):
     third.backward()
 
 
+def train_in(way, pair):
+    for step in range(3):
+        for rank in range(len(pair.ranks)):
+            way(pair.plain, *pair.batch(step, rank), 1 / len(pair.ranks))
+        way(pair.trained, *pair.batch(step), 1)
+        pair.step()
+    pair.check_weights()
+
+
 WAYS = {way.__name__: way for way in (twice_through_one_graph, once_through_two_graphs, interleaved)}
 
 
+@pytest.mark.chapters
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_may_be_called_in_any_way(engine, way):
     """Twice through one graph, once through two graphs, and interleaved, as in plain torch."""
     if not engine.ours and engine.documented.drops:
         pytest.skip(f"{engine.name} documents several backwards through its own `backward` only")
-    pair = Pair(engine, seeded(Blocks))
-    for step in range(3):
-        for rank in range(len(pair.ranks)):
-            WAYS[way](pair.plain, *pair.batch(step, rank), 1 / len(pair.ranks))
-        WAYS[way](pair.trained, *pair.batch(step), 1)
-        pair.step()
-    pair.check_weights()
+    train_in(WAYS[way], Pair(engine, seeded(Blocks)))
 
 
 @pytest.mark.chapters
@@ -209,41 +214,16 @@ def test_a_mean_over_the_tokens_of_all_ranks(engine):
     pair.check_weights()
 
 
-def test_the_page_has_the_lines_that_are_tested():
-    lines = """
-    tokens = sum((targets != -100).sum() for _, targets in micro_batches)
-    dist.all_reduce(tokens)
-        (losses * dist.get_world_size() / tokens).backward()
-    """
-    tested = Path(__file__).read_text()
-    page = (Path(__file__).parents[2] / "docs" / "using-an-engine.md").read_text()
-    for line in lines.split("\n"):
-        assert tested.count(line) > 1 or not line.strip(), line
-        assert line.strip() in page, line
-
-
 # The optimizer and its schedule.
 
 OPTIMIZERS = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),  # its constructor makes its state
     "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW, amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
-    "AdamW, tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.01, dtype=torch.float64)),
-    "Adam, maximize": partial(torch.optim.Adam, lr=0.001, maximize=True),
-    "SGD, Nesterov": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.5, centered=True),
-    "NAdam": partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
-    "RAdam": partial(torch.optim.RAdam, lr=0.01),
-    "Adamax": partial(torch.optim.Adamax, lr=0.01),
-    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
-    "ASGD": partial(torch.optim.ASGD, lr=0.02, t0=1),
-    "Rprop": partial(torch.optim.Rprop, lr=0.01),
 }
-THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in list(OPTIMIZERS)[3:]]
 
 
-@pytest.mark.parametrize("optimizer", [*list(OPTIMIZERS)[:3], *THOROUGH])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_that_treat_each_element_by_itself(engine, optimizer):
     """The optimizer that the user built updates the shards, with all of its options."""
     Pair(engine, seeded(Tied), OPTIMIZERS[optimizer], tolerance=1e-10).train(5)
@@ -298,17 +278,6 @@ def test_clipping_takes_the_norm_of_the_whole_model(engine, norm_type):
     pair.check_weights()
 
 
-def test_a_backward_after_clipping_adds_to_what_was_clipped(engine):
-    """Backward, clip, backward, step."""
-    pair = Pair(engine, seeded(Blocks))
-    for step in range(3):
-        pair.backward(2 * step)
-        pair.clip(0.05)
-        pair.backward(2 * step + 1)
-        pair.step()
-    pair.check_weights()
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_a_nan_on_one_rank_is_in_every_ranks_norm(engine, norm_type):
@@ -324,6 +293,7 @@ def test_a_nan_on_one_rank_is_in_every_ranks_norm(engine, norm_type):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.stages("zero1", "zero2", "zero3")
 def test_clipping_by_value(engine):
     """`clip_grad_value_` does what torch's does on the whole model, also between two backwards of one step."""
     pair = Pair(engine, seeded(Blocks))
@@ -345,19 +315,6 @@ def test_a_rank_may_own_only_padding(engine):
         pair.backward(step)
         if not engine.chapter:
             pair.clip(0.05)
-        pair.step()
-    pair.check_weights()
-
-
-def test_gradients_can_be_changed_before_the_step(engine):
-    """After `reduce_gradients()` the optimizer's parameters have the mean, and changes to it are used by the step."""
-    pair = Pair(engine, seeded(Blocks))
-    for step in range(3):
-        pair.backward(step)
-        pair.trained.reduce_gradients()
-        for optimizer in pair.optimizers:
-            for param in itertools.chain(*[group["params"] for group in optimizer.param_groups]):
-                param.grad.mul_(0.5)
         pair.step()
     pair.check_weights()
 
@@ -392,7 +349,6 @@ EACH_CHANGE = [("alone", change) for change in CHANGES]
 EACH_SETTING = [(setting, "scale_in_place") for setting in SETTINGS if setting != "alone"]
 
 
-@pytest.mark.ranks(2, thorough=(4,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("setting, change", EACH_CHANGE + EACH_SETTING)
 def test_changed_gradients_stay_changed_in_a_further_backward(engine, setting, change):
@@ -402,8 +358,7 @@ def test_changed_gradients_stay_changed_in_a_further_backward(engine, setting, c
     """
     options = dict(SETTINGS[setting])
     if setting == "replicas":
-        shards = dist.get_world_size() // 2
-        options["group"] = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicas", "shards"))
+        options["group"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     pair = Pair(engine, seeded(Blocks), loss=mse_in_float64, **options)
     for step in range(3):
         pair.backward(3 * step)
@@ -417,7 +372,7 @@ def test_changed_gradients_stay_changed_in_a_further_backward(engine, setting, c
 
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
-@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf])
+@pytest.mark.parametrize("norm_type", [0, -math.inf])
 def test_norms_that_are_none_are_refused(engine, norm_type):
     """A count of elements or a smallest element cannot be added up over the ranks."""
     pair = Pair(engine, seeded(Blocks))

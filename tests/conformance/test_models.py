@@ -1,13 +1,13 @@
 """Models and losses whose backward reaches a unit's weights in unusual ways: correct, and units are freed."""
 
-import collections
 import contextlib
+import copy
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
-from helpers import Recorder, different_on_ranks, same, seeded, storage_bytes
+import torch.distributed as dist
+from helpers import Recorder, different_on_ranks, mse, seeded, storage_bytes
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
@@ -57,10 +57,6 @@ def leaves(step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return x.requires_grad_(), torch.randn(4, 3, generator=generator, dtype=torch.float64)
-
-
-def mse(model, x, targets):
-    return F.mse_loss(model(x), targets)
 
 
 def model_of(model):
@@ -118,9 +114,6 @@ class View(Layers):
         return F.relu(block(x), inplace=True)
 
 
-Both = collections.namedtuple("Both", "first second")
-
-
 @dataclass
 class Answer:
     hidden: torch.Tensor
@@ -130,17 +123,22 @@ class Output(dict):
     """An output like in libraries of language models."""
 
 
-class InForms(Layers):
-    """A block returns its output in one of several types."""
-
-    wrap = staticmethod(lambda h: Both(h, None))
-    unwrap = staticmethod(lambda out: out.first)
+class InDataclass(Layers):
+    """A block returns its output in a dataclass."""
 
     def make_block(self):
         return Wrapping(self.wrap)
 
     def use(self, block, x):
         return self.unwrap(block(x))
+
+    @staticmethod
+    def wrap(h):
+        return Answer(h)
+
+    @staticmethod
+    def unwrap(out):
+        return out.hidden
 
 
 class Wrapping(Layer):
@@ -152,30 +150,17 @@ class Wrapping(Layer):
         return self.wrap(super().forward(x))
 
 
-class InDataclass(InForms):
-    wrap = staticmethod(Answer)
-    unwrap = staticmethod(lambda out: out.hidden)
+class InDict(InDataclass):
+    @staticmethod
+    def wrap(h):
+        return Output(hidden=h)
 
-
-class InDict(InForms):
-    wrap = staticmethod(lambda h: Output(hidden=h))
-    unwrap = staticmethod(lambda out: out["hidden"])
+    @staticmethod
+    def unwrap(out):
+        return out["hidden"]
 
 
 # Frozen weights, and parts without gradients.
-
-
-class LowRank(Layers):
-    """LoRA: a frozen weight and a small trained one in each block."""
-
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.a.requires_grad_(False)
-
-    @staticmethod
-    def run(block, x):
-        return torch.tanh(block.a(x) + block.b(x))
 
 
 class FrozenBlock(Layers):
@@ -201,13 +186,6 @@ class RecomputedPart(Layers):
     def run(block, x):
         x = torch.tanh(block.a(x))
         return x + checkpoint(lambda x: torch.tanh(block.b(x)), x, use_reentrant=False)
-
-
-class RecomputedSome(Layers):
-    """All blocks except the middle one run again in backward."""
-
-    def use(self, block, x):
-        return block(x) if block is self.blocks[1] else checkpoint(block, x, use_reentrant=False)
 
 
 class RecomputedPairs(Layers):
@@ -247,14 +225,6 @@ class ComputedWeights(Layers):
         x = torch.tanh(F.linear(x, block.a.weight * block.b.weight, block.a.bias))
         part = block.b.weight[1:]
         return torch.tanh(F.linear(F.linear(x, part), part.T, block.b.bias))
-
-
-class SavedByBlocks(Layers):
-    """The activations of each block are saved on the CPU."""
-
-    def use(self, block, x):
-        with save_on_cpu():
-            return block(x)
 
 
 class SavedInside(Layers):
@@ -299,18 +269,14 @@ CASES = {
     "losses kept, outputs without gradient": (Apart, with_kept_losses),
     "features of hooks": (Layers, features_of_hooks),
     "a view that is changed in place": (View, mse),
-    "in a named tuple": (InForms, mse),
     "in a dataclass": (InDataclass, mse),
     "in a subclass of dict": (InDict, mse),
-    "low rank": (LowRank, mse),
     "a frozen block without gradients": (FrozenBlock, mse),
     "a part of a block runs again": (RecomputedPart, mse),
-    "some blocks run again": (RecomputedSome, mse),
     "two blocks run again together": (RecomputedPairs, mse),
     "a function of one's own": (OwnFunction, mse),
     "computed weights": (ComputedWeights, mse),
     "saved on the CPU": (Layers, saved_on_cpu),
-    "saved on the CPU by blocks": (SavedByBlocks, mse),
     "saved on the CPU inside blocks": (SavedInside, mse),
     "two forwards": (Layers, two_forwards),
     "keyword arguments": (ByKeyword, mse),
@@ -349,21 +315,19 @@ OTHER_WAYS = [
 ]
 
 
+LIVES = {"kept": {"reshard_after_forward": False}, "kept until step": {"reshard_after_backward": False}}
+
+
 @pytest.mark.stages("zero3")
 @pytest.mark.parametrize("case", OTHER_WAYS)
-@pytest.mark.parametrize(
-    "options", [pytest.param("find_unused", marks=pytest.mark.thorough), "kept", "kept until step"]
-)
-def test_unusual_graphs_with_other_lives_of_units(engine, case, options):
-    """The same if a unit is freed when backward leaves it, and if it is kept from forward to backward."""
-    lives = {"kept": {"reshard_after_forward": False}, "kept until step": {"reshard_after_backward": False}}
-    kept_until_step = options == "kept until step"
-    options = lives.get(options, {"find_unused": True})
+@pytest.mark.parametrize("life", LIVES)
+def test_unusual_graphs_with_other_lives_of_units(engine, case, life):
+    """The same if a unit is kept from forward to backward, or until `step()`."""
     make, loss = CASES[case]
-    pair = Pair(engine, seeded(make), data=leaves, loss=loss, **options)
+    pair = Pair(engine, seeded(make), data=leaves, loss=loss, **LIVES[life])
     for step in range(2):
         pair.backward(step)
-        if not kept_until_step:
+        if life == "kept":
             check_freed(engine, pair)
         pair.step()
         check_freed(engine, pair)
@@ -487,6 +451,10 @@ def chosen_over_rejected(model, x, targets):
     return F.softplus(mse(model, x, targets) - mse(model, x.detach() - 1, targets))
 
 
+def with_kept_losses_of_two_forwards(model, x, targets):
+    return with_kept_losses(model, x, targets) + with_kept_losses(model, x.detach() + 1, targets)
+
+
 def with_an_evaluation(model, x, targets):
     """A forward without gradients between a forward and its backward frees the units, and the root."""
     loss = mse(model, x, targets)
@@ -498,23 +466,18 @@ def with_an_evaluation(model, x, targets):
 VISITED = {
     "a chain": (Chain, mse),
     "low rank, chosen over rejected": (LoRA, chosen_over_rejected),
-    "looped": (Looped, mse),
     "looped, chosen over rejected": (Looped, chosen_over_rejected),
     "in a row": (InARow, mse),
     "recomputed, chosen over rejected": (Recomputes, chosen_over_rejected),
     "recomputed together, chosen over rejected": (RecomputesAll, chosen_over_rejected),
-    "a part of a block runs again, two forwards": (RecomputedPart, two_forwards),
-    "passed on": (PassesOn, mse),
     "passed on, two forwards": (PassesOn, two_forwards),
-    "a loss that a checkpoint keeps": (LateLoss, with_kept_losses),
-    "a loss that a checkpoint keeps, two forwards": (LateLoss, chosen_over_rejected),
+    "losses that a checkpoint keeps, two forwards": (LateLoss, with_kept_losses_of_two_forwards),
     "a dataclass that is recomputed": (RecomputedAnswer, mse),
     "a recomputed head": (RecomputedHead, with_an_evaluation),
-    "a recomputed head, two forwards": (RecomputedHead, two_forwards),
 }
 
 
-@pytest.mark.stages("zero3")  # the others have no units, and test_recipes.py asks them for several backwards
+@pytest.mark.stages("zero3")  # the others have no units
 @pytest.mark.parametrize("case", VISITED)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_units_that_backward_visits_twice(engine, case, find_unused):
@@ -534,7 +497,7 @@ def test_units_that_backward_visits_twice(engine, case, find_unused):
 @pytest.mark.parametrize("options", [{}, {"find_unused": True}], ids=str)
 def test_a_tensor_that_is_passed_on_brings_nothing_back(engine, options):
     """Each unit is gathered twice and reduced once, also if it returns one of its inputs."""
-    pair = Pair(engine, seeded(PassesOn), data=leaves, loss=mse, **options)
+    pair = Pair(engine, seeded(PassesOn), data=leaves, **options)
     pair.train(1)
     with Recorder(probe=None) as recorder:
         pair.loss_of_engine().backward()
@@ -572,27 +535,29 @@ def test_buffers_are_each_ranks_own(engine):
     assert statistics.abs().max() > 0 and pair.model.norm.num_batches_tracked == 6
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
-def test_compiled_blocks_train(engine, backend):
-    """Blocks that are compiled in place before the build."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_blocks_train(engine, when):
+    """Blocks that are compiled in place before the build, or `block.forward` after it."""
     torch.compiler.reset()
     model = seeded(Layers)
-    start = different_on_ranks(model) if engine.broadcasts else seeded(Layers)
-    for block in start.blocks:
-        block.compile(backend=backend)
-    if engine.broadcasts and torch.distributed.get_rank() == 0:
-        start.load_state_dict(model.state_dict())
-    Pair(engine, model, start=start, data=leaves, loss=mse).train(2)
+    if when == "before":
+        start = different_on_ranks(model) if engine.broadcasts and dist.get_rank() else copy.deepcopy(model)
+        for block in start.blocks:
+            block.compile(backend="eager")
+        pair = Pair(engine, model, start=start, data=leaves)
+    else:
+        pair = Pair(engine, model, data=leaves)
+        for block in pair.model.blocks:
+            block.forward = torch.compile(block.forward, backend="eager")
+    pair.train(2)
 
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
-@pytest.mark.parametrize("what", ["step", "loop"])
-def test_a_compiled_step_trains(engine, what):
-    """`torch.compile(engine.step)`, or around a whole training step. The engine's own methods stay outside."""
-    if engine.like == "zero3" and what == "loop":
-        pytest.skip("hooks on freed weights cannot be compiled (docs/limits.md)")
+def test_a_compiled_step_trains(engine):
+    """`torch.compile` around a whole training step. The engine's own methods stay outside of the compiler."""
     torch.compiler.reset()
-    pair = Pair(engine, seeded(Layers), data=leaves, loss=mse)
+    pair = Pair(engine, seeded(Layers), data=leaves)
+    pair.trained.step = torch.compile(pair.trained.step, backend="eager")
 
     def train(x, targets):
         mse(pair.trained, x, targets).backward()
@@ -600,29 +565,12 @@ def test_a_compiled_step_trains(engine, what):
         pair.trained.step()
         pair.trained.zero_grad()
 
-    step = torch.compile(pair.trained.step, backend="eager")
-    train = torch.compile(train, backend="eager")
-    for index in range(3):
-        if what == "step":
-            pair.backward(index)
-            pair.clip(0.1)
-            step()
-            pair.trained.zero_grad()
-        else:
-            pair.backward_of_plain(index)
-            nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
-            train(*pair.batch(index))
+    if engine.like != "zero3":  # hooks on freed weights cannot be compiled (docs/limits.md)
+        train = torch.compile(train, backend="eager")
+    for step in range(3):
+        pair.backward_of_plain(step)
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
         pair.optimizer.step()
         pair.optimizer.zero_grad()
+        train(*pair.batch(step))
     pair.check_weights()
-
-
-def test_the_loss_may_use_inputs_that_need_gradients(engine):
-    """The caller's own leaf gets its gradient."""
-    pair = Pair(engine, seeded(Layers), data=leaves, loss=partial(mse))
-    x, targets = pair.batch(0)
-    x = x.detach().requires_grad_()
-    twin = x.detach().clone().requires_grad_()
-    mse(pair.trained, x, targets).backward()
-    mse(pair.plain, twin, targets).backward()
-    same(x.grad, twin.grad, pair.tolerance, "the gradient of the inputs")

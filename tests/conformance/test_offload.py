@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Frozen, Tied, seeded
+from helpers import Tied, seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -13,7 +13,6 @@ from conformance.pair import Pair
 from conformance.test_precision import mse_in_float64
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-MODELS = {"Tied": Tied, "Frozen": Frozen}
 OPTIONS = {"alone": {}, "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}}
 
 
@@ -39,9 +38,3 @@ def test_offload_changes_no_value(engine, options):
     for bucket in pair.trained.all_buckets:
         addresses = {each.untyped_storage()._cdata for each in (bucket.shard, bucket.flat)}
         assert len(addresses) == 2, "the shard's memory is a part of the gathered buffer"
-
-
-@pytest.mark.stages("zero1", "zero2", "zero3")
-def test_offload_beside_frozen_parameters(engine):
-    """The model computes with frozen parameters and buffers as without offload."""
-    Pair(engine, seeded(Frozen), offload_policy=CPUOffloadPolicy(pin_memory=False)).train()

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Blocks, Frozen, Tiny, seeded
+from helpers import Blocks, seeded
 
 from conformance.pair import Pair
 
@@ -46,24 +46,6 @@ def test_groups_keep_their_options(engine, groups):
     if groups == "by_name" and engine.name == "zero_redundancy_optimizer":
         pytest.skip("ZeroRedundancyOptimizer documents no names of parameters")
     Pair(engine, seeded(Blocks), ADAMW, groups=GROUPS[groups], tolerance=ROUNDING).train()
-
-
-@pytest.mark.needs("groups")
-def test_groups_beside_frozen_parameters(engine):
-    """Frozen parameters are in no group. The others are updated as in plain torch."""
-    Pair(engine, seeded(Frozen), ADAMW, groups=by_shape, tolerance=ROUNDING).train()
-
-
-@pytest.mark.ranks(3)
-def test_a_rank_may_own_nothing_of_a_group(engine):
-    """The group is empty on that rank, and still has its options."""
-
-    def groups(model):
-        return [{"params": list(model.parameters()), "lr": 0.05}]
-
-    pair = Pair(engine, seeded(Tiny), ADAMW, groups=groups, tolerance=ROUNDING)
-    pair.train()
-    assert pair.trained.optimizer.param_groups[0]["lr"] == 0.05
 
 
 @pytest.mark.needs("groups")

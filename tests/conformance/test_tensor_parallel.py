@@ -38,25 +38,23 @@ def small():
     return nn.Sequential(nn.Embedding(32, WIDTH), Layer(), Layer(), nn.LayerNorm(WIDTH), head)
 
 
-def split(mesh, sequence=False):
-    """Split each block as in Megatron. With `sequence` norms are DTensors too, and work on a part of the sequence."""
+def split(mesh):
+    """Split each block as in Megatron. Norms are DTensors too, and work on a part of the sequence."""
     model = seeded(small)
-    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
-    if sequence:
-        norm, part = parallel.SequenceParallel(use_local_output=True), Shard(1)
-        plan = {
-            "norm": norm,
-            "up": parallel.ColwiseParallel(input_layouts=part),
-            "down": parallel.RowwiseParallel(output_layouts=part),
-        }
-        around = {
-            "0": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=part),
-            "3": norm,
-            "4": parallel.ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
-        }
-        parallel.parallelize_module(model, mesh, around)
-    for block in (model[1], model[2]):
-        parallel.parallelize_module(block, mesh, plan)
+    norm, part = parallel.SequenceParallel(use_local_output=True), Shard(1)
+    around = {
+        "0": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=part),
+        "3": norm,
+        "4": parallel.ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
+    }
+    block = {
+        "norm": norm,
+        "up": parallel.ColwiseParallel(input_layouts=part),
+        "down": parallel.RowwiseParallel(output_layouts=part),
+    }
+    parallel.parallelize_module(model, mesh, around)
+    for each in (model[1], model[2]):
+        parallel.parallelize_module(each, mesh, block)
     return model
 
 
@@ -76,8 +74,7 @@ def loss_of(model, tokens, targets):
 
 @pytest.mark.ranks(4)
 @ours
-@pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallelism_beside_an_engine(engine, sequence):
+def test_tensor_parallelism_beside_an_engine(engine):
     """Losses, norms, overflows and weights match one process. Sums of split products have a different order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     row = mesh.get_local_rank("data")
@@ -87,7 +84,7 @@ def test_tensor_parallelism_beside_an_engine(engine, sequence):
         engine,
         seeded(small),
         ADAMW,
-        start=split(mesh["tensor"], sequence),
+        start=split(mesh["tensor"]),
         data=lambda step, rank: tokens_and_next(step, data[rank]),
         loss=loss_of,
         tolerance=1e-10,
@@ -123,8 +120,7 @@ def test_tensors_that_are_split_over_the_same_ranks_are_refused(engine):
 
 @pytest.mark.ranks(4)
 @ours
-@pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
-def test_a_part_of_a_pipeline(engine, kind):
+def test_a_part_of_a_pipeline(engine):
     """The parts of a pipeline match the whole model in one process, with losses divided by hand."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "data"))
     index, count = mesh.get_local_rank("stages"), 4
@@ -134,7 +130,7 @@ def test_a_part_of_a_pipeline(engine, kind):
     trained = engine(part, ADAMW(part.parameters()), group=mesh["data"])
     optimizer = ADAMW(plain.parameters())
     stage = pipelining.PipelineStage(AsModule(trained), index, 2, torch.device("cpu"), group=mesh.get_group("stages"))
-    schedule = pipelining.schedules.get_schedule_class(kind)(
+    schedule = pipelining.Schedule1F1B(
         stage, count, loss_fn=lambda logits, targets: next_token_loss(logits, targets) / count, scale_grads=False
     )
     for step in range(2):

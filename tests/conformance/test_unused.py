@@ -107,26 +107,6 @@ def test_unused_parameters_and_several_backwards(engine, no_sync):
     pair.check_weights()
 
 
-def test_a_unit_that_all_ranks_skip(engine):
-    """With `find_unused` a block that no rank runs in some steps is not an error."""
-
-    class Skipping(Blocks):
-        skip = None
-
-        def forward(self, tokens):
-            x = self.embedding(tokens).mean(1)
-            for index, block in enumerate(self.blocks):
-                x = x if index == self.skip else block(x)
-            return self.head(x)
-
-    pair = Pair(engine, seeded(Skipping), find_unused=True)
-    for step in range(4):
-        pair.plain.skip = pair.model.skip = (None, 1, 2, 0)[step]
-        pair.backward(step)
-        pair.step()
-    pair.check_weights()
-
-
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("where", ["all ranks", "one rank"])
 def test_a_backward_that_reaches_no_parameter(engine, where):
