@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from zero1 import all_gather
+from zero2 import reduce_scatter
 from zerolab.measure.traffic import TrafficLedger
 from zerolab.run.pool import run_on_ranks
 
@@ -11,29 +13,17 @@ ELEMENTS = 6  # of each part, in float32
 PART = 4 * ELEMENTS
 
 
-def ring_all_gather() -> tuple[dict, int]:
-    """An all-gather as notebook 2 teaches it: every rank passes on to its neighbour what it has got last."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    parts = [torch.full((ELEMENTS,), float(index)) for index in range(n)]
-    with TrafficLedger() as traffic:
-        for step in range(n - 1):
-            sending = dist.isend(parts[(rank - step) % n], (rank + 1) % n)
-            receiving = dist.irecv(torch.empty(ELEMENTS), (rank - 1) % n)
-            sending.wait()
-            receiving.wait()
-    return dict(traffic.count), traffic.sent_bytes
-
-
-def test_a_ring_of_sends_is_counted():
-    assert run_on_ranks(3, ring_all_gather) == [({"send": 2, "receive": 2}, 2 * PART)] * 3
-
-
-def every_kind() -> dict[str, float]:
-    """{what was called: the bytes that this rank sent}"""
+def every_kind() -> tuple[dict[str, tuple], list[str]]:
+    """({what was called: (the kinds that were counted, the bytes that this rank sent)}, the steps of two gathers)"""
     rank, n = dist.get_rank(), dist.get_world_size()
     part, whole = torch.ones(ELEMENTS), torch.ones(n * ELEMENTS)
     parts = list(whole.chunk(n))
     ring = [dist.P2POp(dist.isend, part, (rank + 1) % n), dist.P2POp(dist.irecv, part.clone(), (rank - 1) % n)]
+
+    def isend_and_irecv():
+        sending = dist.isend(part, (rank + 1) % n)
+        dist.irecv(part.clone(), (rank - 1) % n).wait()
+        sending.wait()
 
     def batch_isend_irecv():
         for work in dist.batch_isend_irecv(ring):
@@ -44,50 +34,53 @@ def every_kind() -> dict[str, float]:
             dist.all_reduce(part)
             dist.all_reduce(whole)
 
-    def reduce_to_0():
-        dist.reduce(whole, 0)
-
-    def gather_to_1():
-        dist.gather(part, parts if rank == 1 else None, dst=1)
-
-    def scatter_from_1():
-        dist.scatter(part, parts if rank == 1 else None, src=1)
-
-    def all_to_all_single():
-        dist.all_to_all_single(torch.empty_like(whole), whole)
-
-    def functional_all_to_all():
-        functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum()
-
     calls = {
-        "reduce": reduce_to_0,
-        "gather to 1": gather_to_1,
-        "scatter from 1": scatter_from_1,
-        "all_to_all_single": all_to_all_single,
-        "batch_isend_irecv": batch_isend_irecv,
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: all_gather(whole, part),
+        "a list": lambda: dist.all_gather(parts, part),
+        "reduce-scatter": lambda: reduce_scatter(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+        "gather to 1": lambda: dist.gather(part, parts if rank == 1 else None, dst=1),
+        "scatter from 1": lambda: dist.scatter(part, parts if rank == 1 else None, src=1),
+        "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "functional": lambda: functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum(),
+        "one by one": isend_and_irecv,
+        "a batch": batch_isend_irecv,
         "coalesced": in_two_buffers,
-        "functional": functional_all_to_all,
         "barrier": dist.barrier,
     }
-    sent = {}
+    found = {}
     for name, call in calls.items():
         with TrafficLedger() as traffic:
             call()
-        sent[name] = traffic.sent_bytes
-    return sent
+        found[name] = sorted(traffic.count), traffic.sent_bytes
+    label = torch.profiler.record_function
+    with TrafficLedger() as traffic:
+        all_gather(whole, part)
+        with label("step 5 gather parameters"), label("something inside"):
+            all_gather(whole, part)
+    return found, [collective.step for collective in traffic.collectives]
 
 
-def test_every_kind_is_counted():
+def test_every_kind_is_counted_in_its_step():
     n = 3
     whole, others = n * PART, (n - 1) * PART  # of a buffer of n parts all but one
-    for rank, sent in enumerate(run_on_ranks(n, every_kind)):
-        assert sent == {
-            "reduce": others,
-            "gather to 1": 0 if rank == 1 else PART,
-            "scatter from 1": others if rank == 1 else 0,
-            "all_to_all_single": others,
-            "batch_isend_irecv": PART,
-            "coalesced": 2 * (PART + whole) * (n - 1) / n,
-            "functional": others,
-            "barrier": 0,
+    for rank, (found, steps) in enumerate(run_on_ranks(n, every_kind)):
+        assert steps == ["", "5 gather parameters"]
+        assert found == {
+            "all-reduce": (["all-reduce"], 2 * others),
+            "all-gather": (["all-gather"], others),
+            "a list": (["all-gather"], others),
+            "reduce-scatter": (["reduce-scatter"], others),
+            "broadcast": (["broadcast"], others),
+            "reduce": (["reduce"], others),
+            "gather to 1": (["gather"], 0 if rank == 1 else PART),
+            "scatter from 1": (["scatter"], others if rank == 1 else 0),
+            "all-to-all": (["all-to-all"], others),
+            "functional": (["all-to-all"], others),
+            "one by one": (["receive", "send"], PART),
+            "a batch": (["receive", "send"], PART),
+            "coalesced": (["all-reduce"], 2 * (PART + whole) * (n - 1) / n),
+            "barrier": ([], 0),
         }
