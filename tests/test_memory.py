@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerolab.measure import dry_run, gpus, memory, memory_formulas, tables
+from zerolab.measure import dry_run, gpus, memory, memory_formulas
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.ledger import HELD, PARTS, PartsLedger
 from zerolab.measure.memory import all_tables
@@ -52,11 +52,6 @@ def test_the_articles_table_of_7b_on_8_gpus(name, gigabytes):
         ("zero1", {"bucket_mb": 25}, 2),
         ("zero2", {"bucket_mb": 1}, 100),
         ("zero3", {"prefetch": 1}, 100),
-        thorough("zero2", {"bucket_mb": 0}, 100),
-        thorough("zero2", {"bucket_mb": 25}, 100),
-        thorough("zero2", {"bucket_mb": 1}, 2),
-        thorough("zero3", {"prefetch": 0}, 100),
-        thorough("zero3", {"prefetch": 3}, 100),
     ],
     ids=str,
 )
@@ -79,35 +74,21 @@ def test_the_peak_is_what_its_formula_says(stage, own, ranks, tied):
     assert seen.peak == pytest.approx(state, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    "ranks, more",
-    (
-        pytest.param(2, [], marks=pytest.mark.long),
-        thorough(3, ["--dtype", "bf16"]),
-        thorough(8, ["--checkpoint-activations", "--batch", "3"]),
-    ),
-    ids=str,
-)
-def test_zero3_peaks_no_higher_than_fsdp2(ranks, more):
+@pytest.mark.long
+def test_zero3_peaks_no_higher_than_fsdp2():
     """From two ranks on. On one rank AdamW's temporary copies of a unit's flat shard are the peak."""
-    argv = ["--preset", "tiny", str(ranks), "--seq", "16", *more]
+    argv = ["--preset", "tiny", "2", "--seq", "16"]
     ours, theirs = dry("zero3", *argv), dry("fsdp2", *argv)
     assert ours["peak_bytes"] <= theirs["peak_bytes"]
     assert ours["sent_bytes"] <= theirs["sent_bytes"]
 
 
 @pytest.mark.parametrize(
-    "name, preset, more",
-    [
-        pytest.param("ddp", "tiny", [], marks=pytest.mark.long),
-        thorough("ddp", "tiny", ["--dtype", "bf16"]),
-        thorough("ddp", "tiny", ["--checkpoint-activations"]),
-        *(thorough(stage, "toy", []) for stage in CHAPTERS),
-    ],
-    ids=str,
+    "name, preset",
+    [pytest.param("ddp", "tiny", marks=pytest.mark.long), *(thorough(stage, "toy") for stage in CHAPTERS)],
 )
-def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset, more):
-    argv = ["--preset", preset, "3", "--batch", "2", *more]
+def test_fake_tensors_and_the_stand_in_for_ddp_take_what_real_ones_take(name, preset):
+    argv = ["--preset", preset, "3", "--batch", "2"]
     fake, real = dry(name, *argv), dry(name, *argv, device="cpu")
     if name == "ddp":
         assert fake.pop("stand_in") and fake["sent"]["all-reduce"]["count"] > 1
@@ -132,17 +113,13 @@ def test_the_table_and_its_json(tmp_path, capsys, monkeypatch):
     assert "ddp (stand-in)" in text and "ddp (stand-in): from 24 GB on" in text
 
 
-# How often Ψ (N-1)/N elements are sent in a step.
-@pytest.mark.parametrize(
-    "name, sent", [("zero1", 3), thorough("ddp", 2), thorough("zero2", 2), thorough("fsdp2_no_reshard", 2)]
-)
-def test_traffic_in_elements_does_not_depend_on_the_precision(name, sent):
-    """bfloat16 halves the bytes of a gather, and sends as many elements."""
-    low = dry(name, "--preset", "toy", "4", "--dtype", "bf16")
-    full = dry(name, "--preset", "toy", "4")
-    assert low["sent_elements"] == pytest.approx(sent * 34_688 * 3 / 4, rel=0.01)
+def test_traffic_in_elements_does_not_depend_on_the_precision():
+    """bfloat16 halves the bytes of a gather, and sends as many elements: three times Ψ (N-1)/N in ZeRO-1."""
+    low = dry("zero1", "--preset", "toy", "4", "--dtype", "bf16")
+    full = dry("zero1", "--preset", "toy", "4")
+    assert low["sent_elements"] == pytest.approx(3 * 34_688 * 3 / 4, rel=0.01)
     assert full["sent_elements"] == pytest.approx(low["sent_elements"], rel=0.01)
-    assert (low["sent_bytes"] < full["sent_bytes"]) == (name != "ddp")
+    assert low["sent_bytes"] < full["sent_bytes"]
 
 
 # 5% for gaps and 2 GB for CUDA and NCCL are assumed, so a GPU of 24 GB has room for 22e9 / 1.05 bytes.
@@ -216,10 +193,3 @@ def test_flops_per_token_are_those_that_torch_counts():
         next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     ours = gpus.flops_per_token(config, number_of_parameters(config), config.seq) * 2 * config.seq
     assert counted.get_total_flops() == pytest.approx(ours, rel=0.03)  # biases and norms are no matrix products
-
-
-def test_a_table_that_is_too_wide_loses_no_column(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    numbers = [str(10_000_000 + number) for number in range(20)]
-    text = " ".join(tables.text([["name", *(f"column {number}" for number in range(20))], ["a", *numbers]]))
-    assert all(f"column {number}" in text for number in range(20)) and all(number in text for number in numbers)

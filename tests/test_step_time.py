@@ -1,6 +1,5 @@
 """Where the time of a step goes: by hand, and on real ranks of which one is slow."""
 
-import os
 import time
 
 import pytest
@@ -52,18 +51,6 @@ def watched(name: str, delay: float) -> dict:
 
 def a_slow_rank(delay: float) -> dict[str, dict]:
     return {name: watched(name, delay) for name in KINDS}
-
-
-def trained(name: str, *options: str) -> dict:
-    options = referee.arguments(["--preset", "toy", "--steps", "3", "--batch", "4", "--json", os.devnull, *options])
-    world = referee.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
-    text = torch.arange(5000).remainder(251).to(torch.uint8)
-    return referee.Referee(options, text, world).train(name)
-
-
-def trained_in_parts() -> dict[str, tuple[dict, ...]]:
-    ways = ((), ("--accumulate", "2"), ("--checkpoint-activations",))
-    return {name: tuple(trained(name, *way) for way in ways) for name in ("ddp", "zero1", "zero3")}
 
 
 # The tests.
@@ -157,50 +144,16 @@ DELAYS = (DELAY, 5 * DELAY, 20 * DELAY)  # a busy machine delays ranks too: then
 
 @pytest.mark.long
 def test_a_slow_rank_makes_the_others_wait_in_every_engine():
-    """And all ranks take as long as the slow one: step times do not show which one is slow."""
     for delay in DELAYS:
         first, second = run_on_ranks(2, a_slow_rank, delay=delay)
         assert first == second  # both ranks have the whole picture
-        found = [points_at_the_slow_rank(engine, found, 1e3 * delay) for engine, found in first.items()]
-        if not any(found):
+        missed = {}
+        for engine, found in first.items():
+            fast, slow = found["ranks"]
+            assert [*fast["exposed_ms"]] == [*slow["exposed_ms"]] == KINDS[engine], engine
+            is_found = found["slowest_rank"] == 1 and step_time.stands_out(found)
+            if not is_found or not fast["waiting_ms"] > 0.6e3 * delay > slow["waiting_ms"]:
+                missed[engine] = found
+        if not missed:
             return
-    raise AssertionError("; ".join(filter(None, found)))
-
-
-def points_at_the_slow_rank(engine: str, found: dict, delay_ms: float) -> str:
-    """What is wrong; an empty string if nothing is."""
-    fast, slow = found["ranks"]
-    for rank in found["ranks"]:
-        parts = [rank[f"{part}_ms"] for part in (*step_time.OWN, "waiting")]
-        assert min(parts) >= 0 and sum(parts) + sum(rank["exposed_ms"].values()) == pytest.approx(
-            rank["step_ms"], abs=0.01
-        )
-        assert [*rank["exposed_ms"]] == KINDS[engine], engine
-    assert fast["step_ms"] > delay_ms, engine
-    others = (slow["waiting_ms"], sum(fast["exposed_ms"].values()), sum(slow["exposed_ms"].values()))
-    right = (
-        abs(fast["step_ms"] - slow["step_ms"]) < 0.6 * delay_ms
-        and found["slowest_rank"] == 1
-        and step_time.stands_out(found)
-        and fast["waiting_ms"] > 0.6 * delay_ms  # it waits for the other rank, and in that time no bytes move
-        and all(other < fast["waiting_ms"] for other in others)
-    )
-    return "" if right else f"{engine}: {found}"
-
-
-@pytest.mark.thorough
-def test_micro_batches_and_recomputation_change_bytes_and_not_losses():
-    sent = {"ddp": 2, "zero1": 1, "zero3": 2}  # times the bytes of one backward
-    for engine, (plain, parts, recomputed) in run_on_ranks(2, trained_in_parts)[0].items():
-        assert parts["losses"] == pytest.approx(plain["losses"], abs=1e-5) and len(plain["losses"]) == 3
-        assert parts["sent_bytes"] == pytest.approx(sent[engine] * plain["sent_bytes"], abs=1), engine
-        assert recomputed["losses"] == plain["losses"] and recomputed["sent_bytes"] == plain["sent_bytes"]
-        assert max(parts["peak_bytes"], recomputed["peak_bytes"]) < plain["peak_bytes"], engine
-
-
-@pytest.mark.parametrize(
-    "typed, batch, accumulate", [("", 4, 1), ("--accumulate 2", 4, 2), ("--batch 6 --accumulate 3", 6, 3)]
-)
-def test_a_batch_is_micro_batches_times_their_number(typed, batch, accumulate):
-    options = referee.arguments(typed.split())
-    assert (options.batch, options.accumulate) == (batch, accumulate)
+    raise AssertionError(missed)

@@ -1,7 +1,6 @@
 """`train`: a run resumes after ranks were killed or hung, after a request to stop, and after a file was damaged."""
 
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -84,34 +83,14 @@ def test_kills_hangs_a_stop_and_a_damaged_checkpoint_change_nothing(tmp_path):
     assert f"Done after step {STEPS} of {STEPS}" in second.stdout and "the model writes" in second.stdout
 
 
-@pytest.mark.long
-def test_another_stage_on_another_number_of_ranks_continues_with_the_same_losses(tmp_path):
-    options = ["--preset", "toy", "--steps", "12", "--global-batch", "7", "--save-every", "4"]
-    whole = run_on_ranks(2, in_the_pool, options=["zero2", *options], folder=tmp_path / "whole")[0]
-    run_on_ranks(2, in_the_pool, options=["zero3", *options], folder=tmp_path / "parts", leave_at=7)
-    shutil.rmtree(tmp_path / "parts" / "000002")
-    parts = run_on_ranks(3, in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")[0]
-    assert [line["ranks"] for line in parts] == [2] * 4 + [3] * 8
-    for line, other in zip(parts, whole, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
-    losses = [line["loss"] for line in whole]
-    assert losses[-1] < losses[0] and len({round(loss, 3) for loss in losses}) > 6
-    for file in (tmp_path / "parts").glob("[0-9]*/*.distcp"):
-        file.write_bytes(b"")
-    with pytest.raises(AssertionError, match="no checkpoint in .* is good"):
-        run_on_ranks(3, in_the_pool, options=["zero1", *options], folder=tmp_path / "parts")
-
-
-def test_muon_trains_the_matrices_and_continues_in_another_stage(tmp_path):
-    options = ["--preset", "toy", "--steps", "9", "--global-batch", "6", "--save-every", "3", "--optimizer", "muon"]
+def test_a_run_with_muon_continues_in_another_stage_on_another_number_of_ranks(tmp_path):
+    options = ["--preset", "toy", "--steps", "6", "--global-batch", "6", "--save-every", "3", "--optimizer", "muon"]
     quiet = run_on_ranks(2, in_the_pool, options=["zero3", *options], folder=tmp_path / "quiet")[0]
     run_on_ranks(2, in_the_pool, options=["zero3", *options], folder=tmp_path / "moved", leave_at=4)
     moved = run_on_ranks(3, in_the_pool, options=["zero1", *options], folder=tmp_path / "moved")[0]
-    assert [line["ranks"] for line in moved] == [2] * 4 + [3] * 5
+    assert [line["ranks"] for line in moved] == [2] * 4 + [3] * 2
     for line, other in zip(moved, quiet, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-3)  # Muon computes in bfloat16
-    with pytest.raises(AssertionError, match="is from AdamW, Muon, but the optimizer here is AdamW"):
-        run_on_ranks(2, in_the_pool, options=["zero3", *options[:-2]], folder=tmp_path / "moved")
 
 
 def test_muon_has_the_matrices_of_the_blocks():
@@ -152,7 +131,7 @@ def test_the_journal_has_every_step_once(tmp_path):
     assert [(line["step"], line["loss"]) for line in journal.read(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.5)]
 
 
-@pytest.mark.parametrize("size", (1, 2, 5))
+@pytest.mark.parametrize("size", (2, 5))
 def test_all_ranks_together_have_the_whole_batch(size):
     batches = Batches(load_text(None, 32), 16, 32, 0)
     parts = [batches.part(3, rank, size) for rank in range(size)]
