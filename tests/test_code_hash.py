@@ -32,11 +32,9 @@ FILES = {
     "file, old, new, changes",
     [
         ("a.py", "A docstring.", "Another one.", False),
-        ("a.py", '    """One."""\n\n', "", False),
         ("a.py", "  # a comment", "", False),
         ("a.py", "a message", "another", False),
         ("a.py", "b is None", "b is not None", True),
-        ("a.py", "b.g()", "b.g() + 1", True),
         ("b.py", "inner.VALUE", "(\n        inner.VALUE\n    )", False),
         ("package/inner.py", "1", "2", True),
         ("other.py", "1", "2", False),

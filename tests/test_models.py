@@ -63,20 +63,10 @@ def llama_recomputed():
     return model.train()
 
 
-def qwen3():
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LLAMA, tie_word_embeddings=True))
-
-
 def mixtral():
     config = transformers.MixtralConfig(**LLAMA, num_local_experts=5, num_experts_per_tok=1)
     config._experts_implementation = "eager"  # grouped products are not there in float64
     return transformers.MixtralForCausalLM(config)
-
-
-def bert():
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SIZES, intermediate_size=20, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
-    )
 
 
 def t5():
@@ -86,21 +76,6 @@ def t5():
             d_model=12, d_kv=6, d_ff=20, num_layers=2, num_decoder_layers=3, num_heads=2, vocab_size=17, dropout_rate=0
         )
     )
-
-
-def t5_recomputed():
-    model = t5()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
-def vit():
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=12, num_hidden_layers=3, num_attention_heads=2, intermediate_size=20, image_size=8,
-            patch_size=4, num_labels=5, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-        )
-    )  # fmt: skip
 
 
 class LoRA(nn.Module):
@@ -123,23 +98,20 @@ def lora():
     return model
 
 
-RECOMPUTED = [llama_recomputed, t5_recomputed]
-MODELS = [gpt2, llama, llama_recomputed, qwen3, mixtral, bert, t5, t5_recomputed, vit, lora]
+MODELS = [gpt2, llama_recomputed, mixtral, t5, lora]
 
 
 def inputs_of(make, step, rank):
     draws = torch.Generator().manual_seed(1000 * step + rank)
-    if make is vit:
-        return {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=draws)}
     inputs = {"input_ids": torch.randint(17, (2, 7), generator=draws)}
-    if make in (t5, t5_recomputed):
+    if make is t5:
         inputs["decoder_input_ids"] = torch.randint(17, (2, 5), generator=draws)
     return inputs
 
 
 def forward_and_backward(make, model, inputs):
     """Returns the loss, detached."""
-    with nullcontext() if make in RECOMPUTED else InFloat64():
+    with nullcontext() if make is llama_recomputed else InFloat64():
         logits = model(**inputs).logits
         target = torch.linspace(-1, 1, logits[0].numel(), dtype=logits.dtype).view(logits[0].shape)
         loss = (logits - target).square().mean()
@@ -150,7 +122,7 @@ def forward_and_backward(make, model, inputs):
 def trains_as_one_process(stage, make, **options):
     model = seeded(make)
     plain, mine = copy.deepcopy(model), different_on_ranks(model)
-    close = CLOSE_IN_FLOAT32 if make in RECOMPUTED else CLOSE
+    close = CLOSE_IN_FLOAT32 if make is llama_recomputed else CLOSE
     if hasattr(mine, "tie_weights"):
         mine.tie_weights()
     optimizers = [MOMENTUM([p for p in each.parameters() if p.requires_grad]) for each in (plain, mine)]
@@ -176,7 +148,7 @@ def trains_as_one_process(stage, make, **options):
     assert moved > 1e-3, "the model has hardly trained, so nothing was compared"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("stage", [ZeRO1Engine, ZeRO2Engine, ZeRO3Engine])
 @on_every_rank
