@@ -18,11 +18,6 @@ SIZES = "[-(-p.numel() // 4) * 4 for p in self.params]"
 # {name: (the listing's lines, what is there instead)}
 WRONG = {
     "sums_and_does_not_average": (MEAN, ""),
-    "divides_by_two": (MEAN, "        self.gradients /= 2\n"),
-    "reduces_in_bfloat16": (
-        REDUCE,
-        "        low = self.gradients.bfloat16()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
-    ),
     "reduces_in_float32": (
         REDUCE,
         "        low = self.gradients.float()\n        dist.all_reduce(low)\n        self.gradients.copy_(low)\n",
@@ -31,25 +26,13 @@ WRONG = {
     "rate_off_by_1e-5": (OWN_OPTIMIZER, OWN_OPTIMIZER + "        optimizer.param_groups[0]['lr'] *= 1 + 1e-5\n"),
     "leaves_out_a_bias": (MEAN, MEAN + "        self.params[-1].grad.zero_()\n"),
     "forgets_momentum": (STEP, STEP + "        self.optimizer.state.clear()\n"),
-    "own_adamw": (OWN_OPTIMIZER, "        self.optimizer = optimizer = torch.optim.AdamW([self.params[0]], lr=0.1)\n"),
-    "does_not_gather": (GATHER, ""),
-    "keeps_old_gradients": (ZERO, "        pass\n"),
     "one_rank_does_not_count": (
         REDUCE,
         "        if dist.get_rank() == 1:\n            self.gradients.zero_()\n" + REDUCE,
     ),
     "keeps_the_last_micro_batch": (FORWARD, "        self.gradients.zero_()\n" + FORWARD),
-    "reduces_part_of_the_buffer": (REDUCE, "        dist.all_reduce(self.gradients[: -self.world_size * 64])\n"),
-    "clips": (MEAN, MEAN + "        self.gradients *= min(1, 1 / self.gradients.norm())\n"),
 }
 CORRECT = {
-    "as_on_the_page": (MEAN, MEAN),
-    "divides_first": (REDUCE + MEAN, MEAN + REDUCE),
-    "divides_each_loss": (
-        REDUCE + MEAN,
-        "        self.gradients *= 1 / self.world_size\n" + REDUCE,
-    ),
-    "has_a_server": (REDUCE, "        dist.reduce(self.gradients, 0)\n        dist.broadcast(self.gradients, 0)\n"),
     "gathers_and_adds_backwards": (
         REDUCE,
         "        parts = [torch.empty_like(self.gradients) for _ in range(self.world_size)]\n"

@@ -16,10 +16,6 @@ from zerolab.measure.held import buckets_of, held_bytes, held_shards
 from zerolab.run.engine_file import NoEngine, _built, enter
 from zerolab.run.engines import ENGINES
 
-STEP = "    def step(self):\n"
-DIES = "        if dist.get_rank() == 1:\n            raise LookupError('out of luck')\n"
-
-
 OPTIONS = ["--preset", "toy", "--steps", "4", "--timed-steps", "1", "--engines"]
 
 
@@ -36,28 +32,18 @@ def engine_file(tmp_path):
 def test_a_right_and_a_wrong_engine_each_get_their_line(engine_file, tmp_path):
     gather = "        all_gather(self.weights, self.shard)\n"
     assert gather in LISTING
-    nan = LISTING.replace("self.model(*inputs)", "self.model(*inputs) * float('nan')")
-    files = {"my_zero1.py": LISTING, "no_gather.py": LISTING.replace(gather, ""), "diverges.py": nan}
+    files = {"my_zero1.py": LISTING, "no_gather.py": LISTING.replace(gather, "")}
     given = [f"--engine-file={engine_file(name, text)}" for name, text in files.items()]
     run = started.launch("compare", "2", *OPTIONS, "ddp,zero1", *given, "--json", str(tmp_path / "seen.json"))
     assert run.returncode == 1, run.stdout + run.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
-    right, chapter, wrong, nan = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather", "diverges"))
+    right, chapter, wrong = (seen["runs"][name] for name in ("my_zero1", "zero1", "no_gather"))
     # On two ranks DDP, the chapter and this add the same two numbers, and every parameter is aligned to 16 bytes.
     assert right["match"] and right["difference"] == 0 and right["sent_bytes"] == chapter["sent_bytes"]
     assert right["held_bytes"]["optimizer"] <= chapter["held_bytes"]["optimizer"] and right["step_ms"] > 0
     assert not wrong["match"] and wrong["difference"] > 1e-3 and not seen["match"]
     assert right["float64_difference"] < 1e-13 and wrong["float64_difference"] > 1e-3
-    assert not nan["match"] and "DOES NOT MATCH: diverges does not compute" in run.stdout
     assert "DOES NOT MATCH: no_gather does not compute" in run.stdout
-
-
-@pytest.mark.long
-def test_an_engine_that_fails_on_a_rank_ends_the_run_with_its_line(engine_file):
-    dies = engine_file("dies.py", LISTING.replace(STEP, STEP + DIES))
-    _, rank = started.on_ranks(["fsdp2_compare.py", *OPTIONS, "ddp", "--engine-file", str(dies)], 2)
-    assert rank.returncode == 1, rank.stdout + rank.stderr
-    assert re.search(r"^\[rank 1\] error: dies.py, line \d+: LookupError: out of luck$", rank.stderr, re.MULTILINE)
 
 
 NO_ENGINES = [
@@ -84,33 +70,26 @@ def test_what_is_no_engine_is_refused_before_ranks_are_started(monkeypatch, engi
     assert "--engine-file" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_build_returns_must_have_what_a_referee_calls():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    for lacks, engine in (
-        ("model", SimpleNamespace(optimizer=optimizer)),
-        ("optimizer", SimpleNamespace(model=model)),
-        ("__call__", SimpleNamespace(model=model, optimizer=optimizer)),
-    ):
-        with pytest.raises(NoEngine, match=f"no `{lacks}`"):
-            _built(lambda *_, engine=engine: engine, model, None, None)
-
-
 @pytest.mark.parametrize(
-    "name, there, message",
+    "parts, message",
     [
-        ("optimizer", [], "whose `optimizer` is of type list. It must be a torch Optimizer"),
-        ("model", len, "whose `model` is of type builtin_function_or_method. It must be a torch Module"),
+        ({"model": None}, "no `model`"),
+        ({"optimizer": None}, "no `optimizer`"),
+        ({"training_step": None}, "no `__call__`"),
+        ({"optimizer": []}, "whose `optimizer` is of type list. It must be a torch Optimizer"),
+        ({"model": len}, "whose `model` is of type builtin_function_or_method. It must be a torch Module"),
     ],
 )
-def test_what_a_referee_cannot_measure_is_named(name, there, message):
+def test_what_build_returns_must_have_what_a_referee_calls_and_measures(parts, message):
+    """None stands for an attribute that is not there."""
     model = torch.nn.Linear(2, 2)
-    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "training_step": len, name: there}
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "training_step": len, **parts}
+    engine = SimpleNamespace(**{name: part for name, part in parts.items() if part is not None})
     with pytest.raises(NoEngine, match=message):
-        _built(lambda *_: SimpleNamespace(**parts), model, None, None)
+        _built(lambda *_: engine, model, None, None)
 
 
-@pytest.mark.parametrize("own", [{"first": []}, [[1, 2]], 3, None])
+@pytest.mark.parametrize("own", [{"first": []}, 3])
 def test_an_engine_may_have_attributes_with_the_names_of_ours(own):
     """What it holds is counted in its model and its optimizer."""
     model = torch.nn.Linear(2, 3)
@@ -125,10 +104,9 @@ def test_an_engine_may_have_attributes_with_the_names_of_ours(own):
     assert held_shards(built)["parameters"] and buckets_of(built) == []
 
 
-@pytest.mark.parametrize("returned", (None, 1.0, torch.ones(3)))
-def test_a_training_step_must_return_a_loss(returned):
+def test_a_training_step_must_return_a_loss():
     model = torch.nn.Linear(2, 2)
     engine = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    engine.training_step = lambda inputs, targets, loss_fn: returned
+    engine.training_step = lambda inputs, targets, loss_fn: None
     with pytest.raises(NoEngine, match="must return this rank's loss"):
         _built(lambda *_: engine, model, None, None).training_step(None, None, None)

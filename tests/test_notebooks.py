@@ -9,11 +9,9 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import typed_commands
 
 from zerolab.engine import accelerator
 from zerolab.run import launch
@@ -209,17 +207,7 @@ def test_what_a_traced_step_does_is_counted():
 # The command.
 
 
-def test_launch_sh_opens_them():
-    root = ["--allow-root"] if os.getuid() == 0 else []
-    with mock.patch.object(launch, "has_jupyter", lambda python: True):
-        line = typed_commands.started("notebooks", "--no-browser")
-    assert line == ["-m", "jupyterlab", f"--notebook-dir={ROOT / 'notebooks'}", *root, "--no-browser"]
-    with mock.patch.object(launch, "has_jupyter", lambda python: False), pytest.raises(SystemExit) as ended:
-        typed_commands.started("notebooks")
-    assert ended.value.code == 2
-
-
-def test_launch_sh_makes_html_copies(tmp_path, monkeypatch, capsys):
+def test_launch_sh_makes_html_copies(tmp_path, monkeypatch):
     """nbconvert executes and writes. Then the pages link to each other, and to the project's files."""
     lines = []
 
@@ -233,9 +221,3 @@ def test_launch_sh_makes_html_copies(tmp_path, monkeypatch, capsys):
     assert lines[0][:5] == ["python", "-m", "nbconvert", "--to", "html"] and set(map(str, FILES)) <= set(lines[0])
     expected = f'<a href="02b_c.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
     assert (tmp_path / "01_a.html").read_text() == expected
-    monkeypatch.setattr(launch.subprocess, "run", lambda line: subprocess.CompletedProcess(line, 1))
-    with pytest.raises(ValueError, match="a cell has failed"):
-        launch.html("python", tmp_path)
-    with pytest.raises(SystemExit):
-        launch.main(["notebooks", "--html", "pages", "--only"])
-    assert "--html must be followed by at most one folder, got 'pages --only'" in capsys.readouterr().err
