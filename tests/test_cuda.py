@@ -45,15 +45,12 @@ with_offload = pytest.mark.parametrize("stage, options", LAYOUTS + [(stage, OFFL
 
 
 @on_ranks
-@pytest.mark.parametrize("model", ["Recomputed", "Tied"])
-@pytest.mark.parametrize("stage", CHAPTERS + ENGINES)
-def test_trains_as_one_process(on_gpus, ranks, stage, model):
-    on_gpus(ranks, cases.equals_one_process, stage, model, {})
-
-
-@on_ranks
-@every(ENGINES, OFFLOAD, {"find_unused": True})
-def test_an_option_trains_as_one_process(on_gpus, ranks, stage, options):
+@pytest.mark.parametrize(
+    "stage, options",
+    [(stage, {}) for stage in CHAPTERS + ENGINES] + [(stage, {"find_unused": True}) for stage in ENGINES],
+    ids=str,
+)
+def test_trains_as_one_process(on_gpus, ranks, stage, options):
     on_gpus(ranks, cases.equals_one_process, stage, "Tied", options)
 
 
@@ -100,7 +97,7 @@ def test_offload_changes_nothing(on_gpus, ranks, stage, options):
 @on_ranks
 @pytest.mark.parametrize(
     "stage, options",
-    [(stage, {}) for stage in CHAPTERS + ENGINES] + [(stage, each) for each in (MIXED, OFFLOAD) for stage in ENGINES],
+    [(stage, {}) for stage in CHAPTERS + ENGINES] + [(stage, OFFLOAD) for stage in ENGINES],
     ids=str,
 )
 def test_held_bytes_are_the_accounting(on_gpus, ranks, stage, options):
