@@ -151,3 +151,4 @@ def serve(rank, ranks, timeout, folder, pipe):
 def kill_all():
     for pool in pools.values():
         pool.kill()
+    pools.clear()

@@ -49,19 +49,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="the time that a rank may wait for another rank, in seconds (default 20)",
     )
     parser.add_argument(
-        "--limit",
-        type=positive_int,
-        default=300,
-        metavar="SECONDS",
-        help="the time that the tests of one file may take, in seconds (default 300)",
-    )
-    parser.add_argument(
         "--junit", metavar="FILE", help="also write the results to this file, in the XML format of JUnit"
     )
     options = parser.parse_args(argv)
     if machines() != 1:
         parser.error("check runs on one machine: unset NNODES")
-    parser.beside("--folder", "--seconds", "--limit", "--junit")
+    parser.beside("--folder", "--seconds", "--junit")
     if options.folder and not any(options.folder.glob("*.py")):
         parser.error(f"--folder {options.folder}: there is no Python file in it")
     check_writable("--junit", options.junit)

@@ -14,144 +14,139 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from zerolab.measure import tables
-from zerolab.run import ranks
+from zerolab.run import pool, ranks
 from zerolab.run.command_line import one_line
 from zerolab.run.ranks import ROOT
 from zerolab.teach import check_options
 from zerolab.teach.check import student
 from zerolab.teach.exercise import FOLDER
 from zerolab.teach.exercises import EXERCISES
-from zerolab.teach.exercises.kinds import ChapterExercise
+from zerolab.teach.exercises.kinds import Task
 
-HERE = Path(__file__).parent
 CONFORMANCE = ROOT / "tests" / "conformance"
+LIMIT = 300  # seconds for the conformance tests
 WHOLE = "All steps: the conformance tests of the whole file"
-PASSED, OPEN, FAILED, LATE = "passed", "to write", "FAILED", "TOO LATE"
-NOT_TRIED = "-"
+# A verdict is one of these, perhaps with a message: "FAILED: the loss of step 1 ...".
+PASSED, OPEN, FAILED, NOT_TRIED = "passed", "to write", "FAILED", "-"
 
 
-class Checked:
-    """One file, checked in separate processes. `verdicts`: {title of a blank or a target: a sign such as "FAILED"}.
+class Lines:
+    """A pytest plugin: the verdict of each blank, and a line for it. After a failure the rest of the blank is skipped.
 
-    `results` are JUnit's test cases, with the messages. With `quiet` nothing is printed.
+    The tests run in this process, and the student's code only on ranks, which are processes with a limit of time.
     """
 
-    def __init__(self, file: Path, options: argparse.Namespace, quiet: bool):
-        self.file, self.options, self.quiet = file, options, quiet
-        self.exercise = EXERCISES[options.name]
-        self.verdicts: dict[str, str] = {}
-        self.results: list[ElementTree.Element] = []
-        problem = student.problem_with(options.name, file)
-        if problem:
-            self.add("the file itself", FAILED, problem)
-        elif isinstance(self.exercise, ChapterExercise):
-            self.check_chapter()
-        else:
-            self.run(HERE / f"test_{options.name}.py", "--file", str(file), *self.ranks())
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.verdicts: dict[str, str] = {}  # title of a blank or a target -> its verdict
 
-    @property
-    def points(self) -> int:
-        return sum(sign == PASSED for sign in self.verdicts.values())
+    def pytest_collectreport(self, report):
+        if report.failed:  # a mistake in the tests themselves
+            print(report.longreprtext)
 
-    def check_chapter(self) -> None:
-        blanks = range(len(self.exercise.blanks))
-        states = [student.state_of_blank(self.options.name, self.file, number)[0] for number in blanks]
-        if "missing" in states and OPEN not in states:
-            # A file with functions of its own. What it does is right if the whole file is.
-            self.check_whole("free")
-            if self.verdicts[WHOLE] == PASSED:
-                self.verdicts = dict.fromkeys([*(blank.title for blank in self.exercise.blanks), WHOLE], PASSED)
-                return
-        self.run(HERE / f"test_{self.options.name}.py", "--file", str(self.file), *self.ranks())
-        if all(sign == PASSED for sign in self.verdicts.values()):
-            # Of a chapter's structure conformance asks for the chapter's collectives, and zero1_2psi sends others.
-            self.check_whole("student" if self.options.name == self.exercise.chapter else "free")
-        self.verdicts.setdefault(WHOLE, NOT_TRIED)
+    def pytest_runtest_setup(self, item):
+        if self.verdicts.setdefault(title_of(item), PASSED) != PASSED:
+            pytest.skip("a test of this blank has failed already")
 
-    def check_whole(self, kind: str) -> None:
-        """By the tests that chapters pass. `kind`: "student", or "free" for a file without a chapter's structure."""
-        self.show("        ... the conformance tests judge the whole file")
-        before = len(self.results)
-        engine = f"{kind}:{self.options.name}:{self.file}"
+    def pytest_runtest_logreport(self, report):
+        title = title_of(report)
+        if self.verdicts[title] == PASSED and report.skipped:
+            self.verdicts[title] = f"{OPEN}: {report.longrepr[2].removeprefix('Skipped: ')}"
+        if self.verdicts[title] == PASSED and report.failed:
+            self.verdicts[title] = f"{FAILED}: {report.longrepr}"
+
+    def pytest_runtest_teardown(self, item, nextitem):
+        title = title_of(item)
+        if nextitem is None or title_of(nextitem) != title:
+            show(self.options, title, self.verdicts[title])
+
+
+def title_of(item_or_report) -> str:
+    return dict(item_or_report.user_properties)["title"]
+
+
+def sign_of(verdict: str) -> str:
+    return verdict.partition(":")[0]
+
+
+def show(options: argparse.Namespace, title: str, verdict: str) -> None:
+    """Print the verdict, unless a folder is checked, of which only a table is printed."""
+    if not options.folder:
+        sign, _, message = verdict.partition(": ")
+        print(tables.wrapped("\n  ".join([f"{sign:<9} {title}", *message.splitlines()])), flush=True)
+
+
+def check_file(file: Path, options: argparse.Namespace) -> dict[str, str]:
+    """{title of a blank or a target: its verdict}"""
+    exercise = EXERCISES[options.name]
+    problem = student.problem_with(options.name, file)
+    if problem:
+        show(options, "the file itself", f"{FAILED}: {problem}")
+        return {"the file itself": f"{FAILED}: {problem}"}
+    if isinstance(exercise, Task):
+        return run_tests(file, options)
+    titles = [blank.title for blank in exercise.blanks]
+    states = [student.state_of_blank(options.name, file, number)[0] for number in range(len(titles))]
+    if student.MISSING in states and student.OPEN not in states:
+        # A file with functions of its own. What it does is right if the whole file is.
+        whole = judge_whole("free", file, options)
+        return dict.fromkeys([*titles, WHOLE], PASSED) if whole == PASSED else run_tests(file, options) | {WHOLE: whole}
+    verdicts = run_tests(file, options)
+    if points_of(verdicts) < len(titles):
+        return verdicts | {WHOLE: NOT_TRIED}
+    # Of a chapter's structure conformance asks for the chapter's collectives, and zero1_2psi sends others.
+    kind = "student" if options.name == exercise.chapter else "free"
+    return verdicts | {WHOLE: judge_whole(kind, file, options)}
+
+
+def run_tests(file: Path, options: argparse.Namespace, *more: str) -> dict[str, str]:
+    """The verdicts of the exercise's tests. `more` are options of pytest."""
+    lines = Lines(options)
+    command = [str(Path(__file__).with_name(f"test_{options.name}.py")), "--file", str(file)]
+    command += ["--seconds", str(options.seconds), *([] if options.ranks is None else ["--on", str(options.ranks)])]
+    command += ["--rootdir", str(ROOT), "-s", "-p", "no:terminal", "-p", "no:cacheprovider", *more]
+    status = pytest.main(command, plugins=[lines])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise ValueError(f"the tests have not run to their end: pytest ended with {status!r}")
+    return lines.verdicts
+
+
+def judge_whole(kind: str, file: Path, options: argparse.Namespace) -> str:
+    """By the tests that chapters pass. `kind`: "student", or "free" for a file without a chapter's structure."""
+    show(options, "the conformance tests judge the whole file", "...")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", str(CONFORMANCE), "-x", "--junitxml", str(report)]
         # These tests delay the collectives of the chapters' modules, and a student's file has names of its own.
-        left_out = ["--ignore", str(CONFORMANCE / "test_late_collectives.py")]
-        left_out += ["-m", "chapters and not long and not thorough"]
-        self.run(CONFORMANCE, *left_out, "--engine", engine, "--patience", str(self.options.seconds))
-        failed = [case for case in self.results[before:] if failure_of(case) is not None]
-        self.verdicts[WHOLE] = FAILED if failed or len(self.results) == before else PASSED
-        self.show(f"{self.verdicts[WHOLE]:<9} {WHOLE}")
-        for case in failed[:1]:
-            self.show(f"  {case.get('name')}\n  {failure_of(case).get('message')}")
-
-    def ranks(self) -> list[str]:
-        found = ["--seconds", str(self.options.seconds)]
-        return found if self.options.ranks is None else [*found, "--on", str(self.options.ranks)]
-
-    def run(self, tests: Path, *more: str) -> None:
-        """Run pytest on these tests in a separate process, and read its results."""
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.xml"
-            command = [sys.executable, "-m", "pytest", str(tests), "-s", "--junitxml", str(report)]
-            output = None
-            if self.quiet or tests == CONFORMANCE:
-                output = subprocess.DEVNULL
-            else:
-                command += ["-p", "no:terminal"]  # the lines that conftest.py prints are all
-            variables = ranks.environment(CUDA_VISIBLE_DEVICES="")
-            with ranks.started([*command, *more], cwd=ROOT, env=variables, stdout=output, stderr=output) as process:
-                try:
-                    process.wait(self.options.limit)
-                except subprocess.TimeoutExpired:
-                    self.add("the time", LATE, f"the tests had not ended after {self.options.limit} s")
-                    return
-            if not report.exists():
-                self.add("the tests", FAILED, f"pytest ended with status {process.returncode} and without a report")
-                return
-            for case in ElementTree.parse(report).iter("testcase"):
-                self.read(case)
-            if process.returncode > 1:  # 1: tests have failed
-                self.add("the tests", FAILED, f"pytest ended with status {process.returncode}")
-
-    def read(self, case: ElementTree.Element) -> None:
-        self.results.append(case)
-        properties = {each.get("name"): each.get("value") for each in case.iter("property")}
-        title = properties.get("title")
-        if title is None:
-            return  # of conformance
-        sign = PASSED
-        if failure_of(case) is not None:
-            sign = FAILED
-        elif case.find("skipped") is not None:
-            sign = OPEN
-        if self.verdicts.get(title, PASSED) == PASSED:
-            self.verdicts[title] = sign
-
-    def add(self, title: str, sign: str, message: str) -> None:
-        """A failure that is not of a test."""
-        self.show(f"{sign:<9} {title}\n  {message}")
-        self.verdicts[title] = sign
-        case = ElementTree.Element("testcase", name=title)
-        ElementTree.SubElement(case, "failure", message=message)
-        self.results.append(case)
-
-    def show(self, text: str) -> None:
-        if not self.quiet:
-            print(tables.wrapped(text), flush=True)
+        command += ["--ignore", str(CONFORMANCE / "test_late_collectives.py")]
+        command += ["-m", "chapters and not long and not thorough", "--patience", str(options.seconds)]
+        command += ["--engine", f"{kind}:{options.name}:{file}"]
+        silence = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with ranks.started(command, cwd=ROOT, env=ranks.environment(), **silence) as process:
+            try:
+                status = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                status = f"no status in {LIMIT} s"
+        verdict = PASSED if status == 0 else f"{FAILED}: pytest ended with {status}"
+        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            for failure in (*case.iter("failure"), *case.iter("error")):
+                verdict = f"{FAILED}: {case.get('name')}\n{failure.get('message')}"
+    show(options, WHOLE, verdict)
+    return verdict
 
 
-def failure_of(case: ElementTree.Element) -> ElementTree.Element | None:
-    """What made a test case fail: its `failure`, or the `error` of its setup. None if it did not fail."""
-    failure = case.find("failure")
-    return case.find("error") if failure is None else failure
+def points_of(verdicts: dict[str, str]) -> int:
+    return sum(verdict == PASSED for verdict in verdicts.values())
 
 
 def next_to_work_on(verdicts: dict[str, str]) -> str:
     """The first step that failed, because its author works on it. If none did, the first that has not passed."""
-    for title, sign in verdicts.items():
-        if sign == FAILED:
-            return title
-    return next(title for title, sign in verdicts.items() if sign != PASSED)
+    left = [title for title, verdict in verdicts.items() if verdict != PASSED]
+    failed = [title for title in left if sign_of(verdicts[title]) == FAILED]
+    return (failed or left)[0]
 
 
 def next_hints(check, text: str, many: int) -> str:
@@ -170,58 +165,47 @@ def shown(file: Path) -> str:
     return os.path.relpath(file, ROOT) if file.is_relative_to(ROOT) else str(file)
 
 
-def check_one(options: argparse.Namespace) -> list[Checked]:
-    """Check one file, and print how many steps have passed and, if asked, hints for the next one to work on."""
-    found = Checked(options.file, options, quiet=False)
-    total = len(found.verdicts)
-    if found.points == total:
-        print(tables.wrapped(f"\n{shown(options.file)} is correct. It {found.exercise.goal}."))
-        return [found]
-    print(f"\n{found.points} of {total} passed.")
-    title = next_to_work_on(found.verdicts)
-    for blank in getattr(found.exercise, "blanks", ()):
+def print_what_is_next(options: argparse.Namespace, verdicts: dict[str, str]) -> None:
+    """How many steps of a file have passed, where to read about the next one and, if asked, hints."""
+    exercise = EXERCISES[options.name]
+    if points_of(verdicts) == len(verdicts):
+        print(tables.wrapped(f"\n{shown(options.file)} is correct. It {exercise.goal}."))
+        return
+    print(f"\n{points_of(verdicts)} of {len(verdicts)} passed.")
+    if isinstance(exercise, Task):
+        print("The questions at the top of the file are the hints of a task.")
+        return
+    title = next_to_work_on(verdicts)
+    for blank in exercise.blanks:
         if blank.title == title:
             print(f"read      {blank.read}")
             if options.hint:
                 print(next_hints(blank, options.file.read_text(errors="replace"), options.hint))
-    if options.hint and not hasattr(found.exercise, "blanks"):
-        print("hint      the questions at the top of the file are the hints of a task")
-    return [found]
 
 
-def check_folder(options: argparse.Namespace) -> list[Checked]:
-    """Check all files of a folder, and print a table of their points."""
-    found = []
-    for file in sorted(options.folder.resolve().glob("*.py")):
-        found.append(Checked(file, options, quiet=True))
-        print(f"{file.name}: {found[-1].points}", flush=True)
-        if options.junit:
-            write_junit(Path(options.junit), found)  # now, so that an interrupted command leaves what it has found
-    by_verdicts = sorted(found, key=lambda each: -len(each.verdicts))  # first a file that has all steps, in their order
-    titles = list(dict.fromkeys(title for each in by_verdicts for title in each.verdicts))
+def print_table(found: dict[Path, dict[str, str]]) -> None:
+    most_first = sorted(found.values(), key=len, reverse=True)  # first a file that has all steps, in their order
+    titles = list(dict.fromkeys(title for verdicts in most_first for title in verdicts))
     rows = [["file", "points", *map(str, range(1, len(titles) + 1))]]
-    for each in found:
-        signs = [each.verdicts.get(title, NOT_TRIED) for title in titles]
-        rows.append([each.file.name, str(each.points), *signs])
+    for file, verdicts in found.items():
+        signs = [sign_of(verdicts.get(title, NOT_TRIED)) for title in titles]
+        rows.append([file.name, str(points_of(verdicts)), *signs])
     print()
     for number, title in enumerate(titles, start=1):
         print(f"{number:>3}  {title}")
     print("\n" + "\n".join(tables.text(rows, left=range(len(rows[0])))))
-    return found
 
 
-def write_junit(path: Path, checked: list[Checked]) -> None:
-    """One test suite for each file, in the format that CI systems and autograders read."""
+def write_junit(path: str, found: dict[Path, dict[str, str]]) -> None:
+    """One test suite for each file, with a test case for each point, in the format of CI systems and autograders."""
     suites = ElementTree.Element("testsuites")
-    for each in checked:
-        failed = sum(failure_of(case) is not None for case in each.results)
-        suite = ElementTree.SubElement(suites, "testsuite", name=each.file.name, tests=str(len(each.results)),
-                                       failures=str(failed))  # fmt: skip
-        properties = ElementTree.SubElement(suite, "properties")
-        ElementTree.SubElement(properties, "property", name="points", value=str(each.points))
-        for title, sign in each.verdicts.items():
-            ElementTree.SubElement(properties, "property", name=title, value=sign)
-        suite.extend(each.results)
+    for file, verdicts in found.items():
+        counts = {"tests": str(len(verdicts)), "failures": str(len(verdicts) - points_of(verdicts))}
+        suite = ElementTree.SubElement(suites, "testsuite", counts, name=file.name)
+        for title, verdict in verdicts.items():
+            case = ElementTree.SubElement(suite, "testcase", name=title)
+            if verdict != PASSED:
+                ElementTree.SubElement(case, "failure", message=verdict)
     ElementTree.ElementTree(suites).write(path, encoding="unicode", xml_declaration=True)
 
 
@@ -243,12 +227,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are connected by gloo, and compute on the CPU
     with one_line(ValueError):
         options = arguments(argv)
         print(f"{options.folder or shown(options.file)}, on the CPU. A file takes about half a minute", flush=True)
-        found = check_folder(options) if options.folder else check_one(options)
-        if options.junit:
-            write_junit(Path(options.junit), found)
-            print(f"written: {Path(options.junit).resolve()}")
-    correct = all(each.points == len(each.verdicts) for each in found)
+        found = {}
+        for file in sorted(options.folder.resolve().glob("*.py")) if options.folder else [options.file]:
+            found[file] = check_file(file, options)
+            pool.kill_all()  # the next file gets ranks that this file cannot have changed
+            if options.folder:
+                print(f"{file.name}: {points_of(found[file])}", flush=True)
+            if options.junit:
+                write_junit(options.junit, found)  # now, so that an interrupted command leaves what it has found
+        if options.folder:
+            print_table(found)
+        else:
+            print_what_is_next(options, found[options.file])
+    correct = all(points_of(verdicts) == len(verdicts) for verdicts in found.values())
     sys.exit(0 if options.folder or correct else 1)

@@ -1,9 +1,7 @@
-"""Options of the exercises' tests, the fixture `stage`, the order of the tests, and a line for each blank."""
+"""Options of the exercises' tests, the argument `stage`, and the order of the tests."""
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 from zerolab.run import pool
 from zerolab.teach.check import student
@@ -21,7 +19,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "blank(function): the blank that a test judges; default: every blank")
     pool.TIMEOUT = config.getoption("seconds")
-    config.pluginmanager.register(Lines(), "lines of the blanks")
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,9 @@ class Stage:
 
     @property
     def state(self):
-        return ("written", 0, "") if self.number is None else student.state_of_blank(self.name, self.file, self.number)
+        if self.number is None:
+            return student.WRITTEN, ""
+        return student.state_of_blank(self.name, self.file, self.number)
 
 
 def pytest_generate_tests(metafunc):
@@ -69,37 +68,3 @@ def pytest_collection_modifyitems(items):
     for item in items:
         stage = item.callspec.params["stage"]
         item.user_properties.append(("title", title_of(stage, item.function)))
-
-
-class Lines:
-    """Skips the rest of a blank after its first failure, and prints a line for each blank."""
-
-    def __init__(self):
-        self.printed: dict[str, str] = {}  # title of a blank -> what is printed
-
-    def pytest_runtest_setup(self, item):
-        title = dict(item.user_properties)["title"]
-        if title in self.printed:
-            pytest.skip(f"{title} has failed already")
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item, nextitem):
-        result = yield
-        title, following = (each and dict(each.user_properties)["title"] for each in (item, nextitem))
-        if title != following:
-            print(self.printed.get(title, f"passed    {title}"), flush=True)
-        return result
-
-    def pytest_runtest_logreport(self, report):
-        title = dict(report.user_properties)["title"]
-        if title in self.printed or report.passed:
-            return
-        message = report.longrepr[2] if report.skipped else str(report.longrepr)
-        message = message.removeprefix("Skipped: ")
-        sign = message.partition(":")[0]
-        if report.skipped:
-            sign = "to write"
-        elif sign not in ("HANGS", "DIED"):
-            sign = "FAILED"
-        message = message.removeprefix(f"{sign}: ").replace("\n", "\n  ")
-        self.printed[title] = f"{sign:<9} {title}\n  {message}"

@@ -1,20 +1,18 @@
 """What the tests of the exercises share: small trainings, what is recorded of them, and messages.
 
-The body of a test runs on every rank. `train` trains a stage for two steps with different data on every rank, and
-records values, events and bytes. `compare` finds the first difference between a student's training and the chapter's.
+The body of a test runs on every rank. `same_training` trains the chapter and the student's class, with different data
+on every rank, and raises the first difference in what they compute, send, wait for, gather and free. `same_memory`
+compares the bytes that are alive.
 """
 
-import contextlib
 import functools
 import importlib
 import linecache
 import re
 import signal
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ from zerolab.measure.traffic import sent_bytes
 from zerolab.run import pool, process_group
 from zerolab.teach.check import models, student
 
-WIDTH = 48  # of the layers whose bytes are counted
+LAYER = 4 * (48 * 48 + 48)  # bytes of a layer of models.Stack
 SLACK = 1024  # bytes of scalars
 IN_ORDER = "Collectives match by their order only: every rank must start the same ones, in the same order."
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # how far two orders of a sum may be apart
@@ -97,7 +95,7 @@ def must_raise(what: str, function, *arguments) -> str:
     raise Differs(what, "a RuntimeError", "no error")
 
 
-# Groups. None of them is the default group, so that a collective that was given none shows.
+# Groups, for the argument `group` of `build`. None is the default group, so that a collective without its group shows.
 
 
 def all_ranks() -> dist.ProcessGroup:
@@ -124,12 +122,12 @@ def groups(world: dist.ProcessGroup) -> tuple:
 # Trainings.
 
 
-def build(stage, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=ADAMW, group=None, **options):
+def build(stage, make=models.Odd, dtype=torch.float64, bucket_bytes=320, optimizer=ADAMW, group=all_ranks, **options):
     """An engine. Each rank builds a model with different weights, and all must start with rank 0's weights."""
     if stage.__name__ != "ZeRO3" and bucket_bytes is not None:
         options["bucket_mb"] = bucket_bytes / 2**20
     model = models.seeded(make, dist.get_rank(), dtype)
-    return stage(model, optimizer(model.parameters()), group=group or all_ranks(), **options)
+    return stage(model, optimizer(model.parameters()), group=group(), **options)
 
 
 def backward(engine, step: int = 0) -> torch.Tensor:
@@ -144,160 +142,96 @@ def shards(engine) -> list[torch.Tensor]:
     return engine.optimizer.param_groups[0]["params"]
 
 
-@dataclass
 class Record(Listener):
-    """What a rank computes in a training, and what it does, in order.
+    """What a rank computes and does in a training, in order: {what: tensor}, and events such as "frees blocks.0".
 
-    units    whether it also records when which unit computes
-    values   {what: tensor}
-    events   "starts all-reduce of 320 bytes among 3 ranks", "waits for all-reduce of 320 bytes, having computed
-             nothing meanwhile", "allocates blocks.0", "frees blocks.0", ...
-    not_waited_for  the collectives that are in flight at the end
-    error    what the training raised
-    allowed  the collectives that may be started, in order. Another one raises `Differs`, before other ranks wait for it
+    With `expected`, the Record of the chapter, the first difference raises Differs. It is raised at once, because other
+    ranks may wait forever for a collective that this rank does not start. `at` says which training it is.
     """
 
-    units: bool = False
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    events: list[str] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
-    not_waited_for: dict[str, int] = field(default_factory=dict)
-    allowed: list[str] | None = None
-    error: Exception | None = None
-    sent: dict[int, tuple] = field(default_factory=dict)  # number of a collective in flight -> its input, its version
+    def __init__(self, expected: "Record | None" = None, at: str = ""):
+        self.expected, self.at = expected, at
+        self.values: dict[str, torch.Tensor] = {}
+        self.events: list[str] = []
+        self.waits: list[str] = []  # since the last other event. Waits that follow each other may come in any order
+        self.sent: dict[int, tuple] = {}  # number of a collective in flight -> its input, its version
+
+    def value(self, what: str, tensor: torch.Tensor) -> None:
+        self.values[what] = tensor.detach().clone()
+        if self.expected is not None:
+            expect_values(what + self.at, self.values[what], self.expected.values[what])
+
+    def event(self, event: str) -> None:
+        for each in (*sorted(self.waits), event):
+            before = self.events[-1] if self.events else "the beginning"
+            if self.expected is not None:
+                right = self.expected.events[len(self.events)]
+                expect(f"what this rank does after '{before}'{self.at}", each, right)
+            self.events.append(each)
+        self.waits = []
 
     def keep(self, engine, when: str) -> None:
-        """Keep copies of the shards, and of the weights that are in memory."""
-        for index, shard in enumerate(shards(engine)):
-            self.values[f"shard {index} {when}"] = shard.detach().clone()
-        for name, param in engine.model.named_parameters():
-            if storage_under(param).nbytes():
-                self.values[f"the weight {name} {when}"] = param.detach().clone()
-
-    def step_begins(self, step: Span, depth: int) -> None:
-        if depth == 1 and step.name[0] in "12":
-            self.events.append(f"begins step {step.name}")
-
-    def computes(self, unit: str, step: str) -> None:
-        if self.units:
-            self.add(f"computes {unit}")
+        """Compare the shards and their gradients, and of weights and their gradients what is in memory."""
+        weights = {name: param for name, param in engine.model.named_parameters() if storage_under(param).nbytes()}
+        tensors = {f"the weight {name}": param for name, param in weights.items()}
+        tensors |= {f"shard {index}": shard for index, shard in enumerate(shards(engine))}
+        gradients = {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+        self.event(f"has {len(weights)} weights and {len(gradients)} gradients in memory {when}")
+        for name, gradient in gradients.items():
+            self.value(f"the gradient of {name} {when}", gradient)
+        for name, tensor in tensors.items():
+            self.value(f"{name} {when}", tensor)
 
     def resizes(self, bucket, grows: bool) -> None:
-        self.add(f"{'allocates' if grows else 'frees'} {bucket.name}")
+        self.event(f"{'allocates' if grows else 'frees'} {bucket.name}")
 
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
-        kind = f"{collective.name} of {collective.nbytes:,} bytes among {len(collective.ranks)} ranks"
-        if self.units and collective.unit:
-            kind += f" for {collective.unit}"
-        place = len(self.collectives)
-        if self.allowed is not None:
-            expected = self.allowed[place] if place < len(self.allowed) else "none more"
-            before = self.events[-1] if self.events else "the beginning"
-            expect(f"collective {place + 1} of the training, after '{before}'", kind, expected)
-        self.collectives.append(kind)
+        self.event(f"starts {name_of(collective)} among {len(collective.ranks)} ranks")
         self.sent[collective.number] = (tensors[-1], tensors[-1]._version)
-        self.add(f"starts {kind}")
 
     def waited(self, collective: Span) -> None:
         meanwhile = "having computed meanwhile" if collective.hides else "having computed nothing meanwhile"
-        self.add(f"waits for {collective.name} of {collective.nbytes:,} bytes, {meanwhile}")
+        self.waits.append(f"waits for {name_of(collective)}, {meanwhile}")
         tensor, version = self.sent.pop(collective.number)
         if tensor._version != version:
             raise Differs(f"the input of the {collective.name}", "unchanged until the wait", "changed in flight")
 
-    def add(self, event: str) -> None:
-        if self.events[-1:] != [event]:
-            self.events.append(event)
+
+def name_of(collective: Span) -> str:
+    of = f" for {collective.unit}" if collective.unit else ""
+    return f"{collective.name} of {collective.nbytes:,} bytes{of}"
 
 
-def under_way(timeline: Timeline) -> dict[str, int]:
-    """{collective: how many} of those that were started while the timeline is open, and not yet waited for."""
-    return dict(Counter(collective.name for collective in timeline.under_way()))
-
-
-@contextlib.contextmanager
-def all_waited_for(what: str):
-    """Around code that must wait for all collectives that it starts."""
-    with Timeline() as timeline:
-        yield
-        expect(f"collectives that {what} has not waited for", under_way(timeline), {})
-
-
-def train(stage, allowed: list[str] | None = None, crossing: bool = False, **options) -> Record:
-    """Two steps: one backward before the first, an evaluation, two backwards before the second.
+def train(stage, expected: Record | None = None, at: str = "", crossing: bool = False, **options) -> Record:
+    """Two steps: an evaluation between them, and in the second one two backwards, and a forward without a backward.
 
     `crossing`: every other rank runs the layers in the opposite order. `options` are those of `build`.
     """
-    record = Record(units=stage.__name__ == "ZeRO3", allowed=allowed)
-    try:
-        with Timeline(listener=record):
-            engine = build(stage, **options)
-        record.keep(engine, "after the build")
-        if crossing and dist.get_rank() % 2:
-            engine.model.way.reverse()
-        with Timeline(engine, listener=record) as timeline:
-            record.values["the loss of step 1"] = backward(engine, 0)
-            engine.step()
-            record.keep(engine, "after step 1")
-            engine.zero_grad()
-            with torch.no_grad():
-                record.values["an evaluation"] = engine(engine.model.batch(1, dist.get_rank())[0])
-            for number in (2, 3):
-                record.values[f"the loss of backward {number}"] = backward(engine, number)
-            engine.reduce_gradients()
-            for index, shard in enumerate(shards(engine)):
-                if shard.grad is not None:
-                    record.values[f"the gradient of shard {index} in step 2"] = shard.grad.clone()
-            engine.step()
-            record.keep(engine, "after step 2")
-            engine.zero_grad()
-            record.values["the loss of step 3"] = backward(engine, 4)
-            engine.zero_grad()
-            record.events.append("ends")
-            record.not_waited_for = under_way(timeline)
-    except Exception as error:
-        record.error = error
+    record = Record(expected, at)
+    with Timeline(listener=record):
+        engine = build(stage, **options)
+    record.keep(engine, "after the build")
+    if crossing and dist.get_rank() % 2:
+        engine.model.way.reverse()
+    with Timeline(engine, listener=record):
+        record.value("the loss of step 1", backward(engine, 0))
+        engine.reduce_gradients()
+        record.keep(engine, "after reduce_gradients()")
+        engine.step()
+        record.keep(engine, "after step 1")
+        engine.zero_grad()
+        with torch.no_grad():
+            record.value("an evaluation", engine(engine.model.batch(1, dist.get_rank())[0]))
+        for number in (2, 3):
+            record.value(f"the loss of backward {number}", backward(engine, number))
+        engine(engine.model.batch(4, dist.get_rank())[0])
+        engine.step()
+        record.keep(engine, "after step 2")
+        engine.zero_grad()
+        record.value("the loss of step 3", backward(engine, 5))
+        engine.zero_grad()
+        record.event("ends")
     return record
-
-
-def compare(found: Record, expected: Record, at: str = "") -> None:
-    """Raise the first difference, or else what ended the training."""
-    at = f", {at}" if at else ""
-    if expected.error is not None:
-        raise expected.error
-    expect("collectives that were never waited for" + at, found.not_waited_for, expected.not_waited_for)
-    for what, value in expected.values.items():
-        if what not in found.values:
-            break
-        try:
-            expect_values(what + at, found.values[what], value)
-        except Differs as difference:
-            if found.error is None:
-                same_events(found, expected, f"{at}; {difference.what} differs as well")  # it may be the cause
-            raise
-    if found.error is not None:
-        raise found.error
-    expect("what is compared" + at, [*found.values], [*expected.values])
-    same_events(found, expected, at)
-
-
-def same_events(found: Record, expected: Record, at: str) -> None:
-    events = waits_sorted(found.events)
-    for place, (mine, right) in enumerate(zip(events, waits_sorted(expected.events))):
-        before = events[place - 1] if place else "the beginning"
-        expect(f"what this rank does after '{before}'{at}", mine, right)
-
-
-def waits_sorted(events: list[str]) -> list[str]:
-    """Waits that follow each other may come in any order."""
-    found, waits = [], []
-    for event in [*events, "nothing more"]:
-        if event.startswith("waits for"):
-            waits.append(event)
-        else:
-            found += [*sorted(waits), event]
-            waits = []
-    return found
 
 
 of_chapters: dict[tuple, Record] = {}  # (class, training) -> what a chapter did in it, for all blanks
@@ -308,8 +242,7 @@ def same_training(stage, reference, at: str = "", **options) -> None:
     key = reference, at
     if key not in of_chapters:
         of_chapters[key] = train(reference, **options)
-    expected = of_chapters[key]
-    compare(train(stage, allowed=expected.collectives, **options), expected, at)
+    train(stage, of_chapters[key], f", {at}" if at else "", **options)
 
 
 # Memory.
@@ -318,9 +251,8 @@ def same_training(stage, reference, at: str = "", **options) -> None:
 def bytes_alive(stage) -> dict[str, int]:
     """{moment: bytes} of two steps with wide layers and hardly any activations, in a group that moves nothing."""
     found = {}
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
     with MemoryLedger() as memory:
-        engine = build(stage, models.Stack, torch.float32, layer_bytes, group=silent())
+        engine = build(stage, models.Stack, torch.float32, 2 * LAYER, group=silent)
         for step in range(2):
             batch = engine.model.batch(step, dist.get_rank())
             memory.reset_peak()
@@ -343,12 +275,11 @@ def bytes_alive(stage) -> dict[str, int]:
 def same_memory(stage, reference) -> None:
     """A student's class needs no more bytes than the chapter's, at any moment."""
     # A mean may be computed in place or not: that is a shard more for a moment.
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    spare = SLACK + layer_bytes // dist.get_world_size()
+    spare = SLACK + 2 * LAYER // dist.get_world_size()
     expected = bytes_alive(reference)
     for moment, nbytes in bytes_alive(stage).items():
         if nbytes > expected[moment] + spare:
-            layers = (nbytes - expected[moment]) / layer_bytes
+            layers = (nbytes - expected[moment]) / LAYER
             raise Differs(
                 f"bytes alive {moment}, of a model with 6 equal layers",
                 f"at most {expected[moment] + spare:,}",
@@ -365,19 +296,18 @@ def on_ranks(body):
 
     @functools.wraps(body)
     def test(stage, **arguments):
-        state, line, what = stage.state
-        if state == "to write":
-            pytest.skip(f"line {line} is still to write")
-        if state == "missing":
-            pytest.fail(f"there is no {what} in the file, which this exercise asks for", pytrace=False)
+        state, message = stage.state
+        if state == student.OPEN:
+            pytest.skip(message)
+        if state == student.MISSING:
+            pytest.fail(message, pytrace=False)
         place = (body.__module__, body.__name__)
-        message = ""
         try:
             pool.run_on_ranks(stage.ranks, run_body, *place, stage.name, stage.file, stage.number, arguments)
         except pool.RankFailed as failed:
-            message = describe(failed, stage.file, stage.ranks)
+            message = describe(failed, stage.file)
         # Not inside `except`: pytest would print the ranks' error as well.
-        if "TO WRITE" in message:
+        if TO_WRITE in message:
             pytest.skip(message)
         if message:
             pytest.fail(message, pytrace=False)
@@ -393,66 +323,51 @@ def run_body(module: str, function: str, name: str, file: str, number: int | Non
         raise pool.Reported(explained(error, file)) from None
 
 
-def explained(error: BaseException, file: str) -> tuple[int, str]:
-    """(how likely it is that this rank is the cause, the message) of an error that a test raised on a rank."""
+TO_WRITE = "is still to write"
+WAITS = "HANGS: this rank waited for the others in vain"
+# A part of torch's message -> what it often means in an exercise.
+GUESSES = {
+    "are out of bounds for storage of size": "Does resize_() get bytes (numel() * element_size())?",
+    "setStorage": "Is a tensor read whose unit was freed too early, or was not gathered yet?",
+    "storage of size 0": "Is a tensor read whose unit was freed too early, or was not gathered yet?",
+    "outputShape": "Are a collective's output and input swapped, or is one not whole?",
+    "tensor size": "Are a collective's output and input swapped, or is one not whole?",
+    "'NoneType' object has no attribute": "Is a `return` missing somewhere, or `async_op=True`?",
+}
+
+
+def explained(error: BaseException, file: str) -> str:
+    """The message of an error that a test raised on a rank, with the line of the student's file."""
     trace = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in trace if frame.filename == file]
-    if isinstance(error, NotImplementedError) and lines:
-        return 3, f"TO WRITE\nin line {lines[-1].lineno}: {lines[-1].line}"
-    lines = [frame for frame in lines if not frame.line.startswith("raise ")]  # its text is in the message already
     where = f"\nin line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
     message = str(error)
+    if isinstance(error, NotImplementedError) and lines:
+        return f"line {lines[-1].lineno} {TO_WRITE}"
     if isinstance(error, Differs):
-        return 2, f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
-    if not lines:
-        in_tests = [frame for frame in trace if Path(frame.filename).parent == Path(__file__).parent]
-        where = f"\nin the test: {in_tests[-1].line}" if in_tests else ""
-    if isinstance(error, RuntimeError) and (process_group.lost(message) or "imed out" in message):
-        return 0, f"HANGS: this rank waited for the others in vain{where}\n{IN_ORDER}"
-    return 2, f"{explanation(message) or f'{type(error).__name__}: {message}'}{where}"
+        return f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
+    if isinstance(error, RuntimeError) and process_group.lost(message):
+        return f"{WAITS}{where}\n{IN_ORDER}"
+    guesses = [guess for part, guess in GUESSES.items() if part in message]
+    return "\n".join([f"{type(error).__name__}: {message}{where}", *guesses[:1]])
 
 
-def explanation(message: str) -> str:
-    """The cause of some errors in an exercise, or ""."""
-    sizes = re.search(r"requiring a storage size of (\d+) are out of bounds for storage of size ([1-9]\d*)", message)
-    if sizes:
-        return (
-            f"a tensor needs {sizes[1]} bytes, and its storage has {sizes[2]}. Does resize_() get bytes (numel() * "
-            "element_size())?"
-        )
-    if "Check failed: outputShape" in message or "tensor size" in message:
-        shown = message.rpartition("Check failed: ")[2].strip(" .\n")
-        return f"sizes of a collective do not fit: {shown}. Are its output and input swapped, or is one not whole?"
-    if "'NoneType' object has no attribute" in message:
-        return f"{message}. Is a `return` missing somewhere, or `async_op=True`?"
-    if "setStorage" in message or "storage of size 0" in message:
-        return "a tensor is read whose storage has no bytes: its unit was freed too early, or was not gathered yet"
-    return ""
-
-
-def describe(failed: pool.RankFailed, file: str, ranks: int) -> str:
-    """One message of all ranks: of the one that is most likely the cause, and how others ended."""
-    reports = {rank: failure for rank, failure in failed.failures.items() if isinstance(failure, tuple)}
+def describe(failed: pool.RankFailed, file: str) -> str:
+    """One message of all ranks: of the rank that is most likely the cause, and of those that died or hang."""
     lines = []
-    if reports:
-        cause = max(sorted(reports), key=lambda rank: reports[rank][0])
-        alone = len(reports) < len(failed.failures) or len({message for _, message in reports.values()}) > 1
-        lines.append((f"on rank {cause}: " if alone or failed.died or failed.silent else "") + reports[cause][1])
-    for rank, failure in failed.failures.items():
-        if rank not in reports:  # an error outside of the test's body
-            lines.append(str(failure))
+    if failed.failures:
+        # A rank that waits in vain for another one is not the cause.
+        rank = min(failed.failures, key=lambda rank: failed.failures[rank].startswith(WAITS))
+        lines.append(f"on rank {rank}: {failed.failures[rank]}")
     for rank, code in failed.died.items():
-        freed = ", a segmentation fault: was memory freed that is still used, or written to by a collective?"
-        lines.append(
-            f"DIED: rank {rank}{line_of(failed.places[rank], file)}, exit status {code}"
-            + (freed if code == -signal.SIGSEGV else "")
-        )
+        lines.append(f"DIED: rank {rank}{line_of(failed.places[rank], file)}, exit status {code}")
+        if code == -signal.SIGSEGV:
+            lines.append("A segmentation fault: was memory freed that is still used, or written to by a collective?")
     for rank in failed.silent:
         lines.append(f"HANGS: rank {rank}{line_of(failed.places[rank], file)}")
     if failed.silent and not failed.failures and not failed.died:
-        ended = sorted({*range(ranks)} - {*failed.silent})
         lines.append("A rank that hangs is in a loop that never ends, or waits for a collective of another rank.")
-        lines.append(f"Ranks that had ended the test: {ended or 'none'}. {IN_ORDER}")
+        lines.append(IN_ORDER)
     return "\n".join(lines)
 
 
@@ -469,50 +384,51 @@ def line_of(place: str, file: str) -> str:
 class Measured:
     """What a rank measures in the second of two steps.
 
-    sent            bytes in all, and `across` those of its gathers with ranks of other machines (of two ranks each)
-    collectives     how many, `in_backward` those that are issued before the end of backward
-    in_flight       collectives that nobody has waited for when backward is over
-    gathered        the most bytes of parameters with memory when a layer begins to compute; `buffers`: how many buffers
-    peak            the most bytes alive
-    weights         the whole weights after it
+    collectives  that it starts, in order
+    gathered     the most bytes of parameters with memory when a layer begins to compute; `buffers`: how many buffers
+    peak         the most bytes alive
+    weights      the whole weights after it
     """
 
-    sent: float
-    across: float
-    collectives: int
-    in_backward: int
-    in_flight: int
+    collectives: list[Span]
     gathered: int
     buffers: int
     peak: int
     weights: torch.Tensor
 
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends."""
+        return bytes_sent(self.collectives)
+
+    @property
+    def across(self) -> float:
+        """Bytes that it sends for gathers among ranks of several machines, which have two ranks each."""
+        gathers = [each for each in self.collectives if "reduce" not in each.name]
+        return bytes_sent([each for each in gathers if len({rank // 2 for rank in each.ranks}) > 1])
+
+
+def bytes_sent(collectives: list[Span]) -> float:
+    return sum(sent_bytes(each.name, each.nbytes, len(each.ranks)) for each in collectives)
+
 
 def measure(stage, backwards: int = 1, **options) -> Measured:
     """Train a model of unequal blocks. `options` are those of the stage."""
-    gathered = [(0, 0)]
+    gathered = []
     with MemoryLedger() as memory:
         engine = build(stage, models.UnevenBlocks, bucket_bytes=None, **options)
         for layer in engine.model.modules():
             if isinstance(layer, torch.nn.Linear):
                 layer.register_forward_pre_hook(functools.partial(look, engine.model, gathered))
                 layer.register_full_backward_pre_hook(functools.partial(look, engine.model, gathered))
-        train_micro_batches(engine, 0, backwards)
+        train_one_step(engine, 0, backwards)
         memory.reset_peak()
-        gathered[:] = [(0, 0)]
+        gathered.clear()
         with Timeline(engine) as timeline:
-            in_backward, in_flight = train_micro_batches(engine, 1, backwards, timeline)
-            left = under_way(timeline)
-        peak = memory.peak
-    expect("collectives that were never waited for", left, {})
-    sent = [sent_bytes(each.name, each.nbytes, len(each.ranks)) for each in timeline.collectives]
-    across = 0.0
-    for each, nbytes in zip(timeline.collectives, sent):
-        if len({rank // 2 for rank in each.ranks}) > 1 and "reduce" not in each.name:
-            across += nbytes
+            train_one_step(engine, 1, backwards)
+            expect("collectives that were never waited for", [each.name for each in timeline.under_way()], [])
     most, buffers = map(max, zip(*gathered))
-    counts = len(timeline.collectives), in_backward, in_flight
-    return Measured(sum(sent), across, *counts, most, buffers, peak, whole_weights(engine))
+    return Measured(timeline.collectives, most, buffers, memory.peak, whole_weights(engine))
 
 
 def look(model, found: list[tuple[int, int]], *_) -> None:
@@ -521,18 +437,16 @@ def look(model, found: list[tuple[int, int]], *_) -> None:
     found.append((storage_bytes(model.parameters()), len(places)))
 
 
-def train_micro_batches(engine, step: int, backwards: int, timeline: Timeline | None = None) -> tuple[int, int]:
-    """One step. Returns (collectives, collectives in flight) when the last backward is over."""
+def train_one_step(engine, step: int, backwards: int = 1) -> None:
+    """One step of several backwards, or of so many micro-batches if the engine has a method for them."""
     batches = [engine.model.batch(10 * step + number, dist.get_rank()) for number in range(backwards)]
     if hasattr(engine, "accumulate"):
         engine.accumulate(batches, engine.model.loss)
-        return 0, 0
+        return
     for inputs, targets in batches:
         (engine.model.loss(engine(inputs), targets) / backwards).backward()
-    counts = (0, 0) if timeline is None else (len(timeline.collectives), len(timeline.under_way()))
     engine.step()
     engine.zero_grad()
-    return counts
 
 
 def whole_weights(engine) -> torch.Tensor:

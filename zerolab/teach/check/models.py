@@ -61,44 +61,6 @@ class Odd(OfTokens):
         return self.head(x)
 
 
-class Empty(Odd):
-    """The last parameter, which is in the first bucket, has no elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0))
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.empty.sum()
-
-
-class BiasLast(Odd):
-    """Its last addition saves nothing, so the bias's gradient is the first event of a backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.bias
-
-
-class SharedInside(OfTokens):
-    """Two units that hold the same layer, next to their own layers. 11 rows, so tied weights have an odd size."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        shared = nn.Linear(5, 5)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), shared) for _ in range(2)])
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        for block in self.blocks:
-            x = block(x)
-        return x[:, :3]
-
-
 class Checkpointed(Odd):
     """Activation checkpointing around each unit."""
 
@@ -123,17 +85,6 @@ class TwoCheckpointed(Checkpointed):
     """Activation checkpointing around two units at a time."""
 
     several = 2
-
-
-class ChangedInPlace(Odd):
-    """A forward that changes a saved tensor in place: its backward is an error."""
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
-        y = torch.tanh(self.blocks[0](x))
-        loss = self.head(y * y)
-        y.add_(1)
-        return loss
 
 
 class Lanes(OfVectors):
@@ -180,14 +131,6 @@ class OneWeight(OfVectors):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return outputs.square().sum()
-
-
-class OneWeightAndMore(OneWeight):
-    """And a larger bucket."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers.append(nn.Linear(1, 40))
 
 
 class UnevenBlocks(nn.Sequential):

@@ -37,19 +37,22 @@ def problem_with(name: str, file: Path) -> str:
     return ""
 
 
-def state_of_blank(name: str, file: str | Path, number: int) -> tuple[str, int, str]:
-    """("missing", 0, function), ("to write", line, title), or ("written", 0, "")."""
+WRITTEN, OPEN, MISSING = "written", "to write", "missing"
+
+
+def state_of_blank(name: str, file: str | Path, number: int) -> tuple[str, str]:
+    """(WRITTEN, OPEN or MISSING, a message)"""
     tree = ast.parse(Path(file).read_bytes())
     for where in EXERCISES[name].blanks[number].where:
         try:
             function = find(tree, where)
         except LookupError:
-            return "missing", 0, where
+            return MISSING, f"there is no {where} in the file, which this exercise asks for"
         for node in ast.walk(function):
             # A title with an apostrophe has other quotes.
             if isinstance(node, ast.Raise) and re.search(r"NotImplementedError\(['\"]Step", ast.unparse(node)):
-                return "to write", node.lineno, EXERCISES[name].blanks[number].title
-    return "written", 0, ""
+                return OPEN, f"line {node.lineno} is still to write"
+    return WRITTEN, ""
 
 
 @functools.cache

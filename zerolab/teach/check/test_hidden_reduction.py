@@ -4,35 +4,54 @@ import torch
 import torch.distributed as dist
 
 from zero1 import ZeRO1
+from zerolab.measure.timeline import Timeline
 from zerolab.teach.check import models
-from zerolab.teach.check.helpers import as_chapter, backward, build, expect, expect_at_most, expect_values, on_ranks
+from zerolab.teach.check.helpers import (
+    as_chapter,
+    backward,
+    build,
+    expect,
+    expect_at_most,
+    expect_values,
+    on_ranks,
+    train_one_step,
+)
 
 OPTIONS = {"bucket_mb": 0.002}  # several buckets
 
 
-def measured(stage):
-    found, right = as_chapter(stage, ZeRO1, **OPTIONS)
-    expect(f"two or more collectives in backward, of {found.in_backward}", found.in_backward >= 2, True)
-    return found, right
+def at_the_end_of_backward(stage) -> tuple[int, int]:
+    """(collectives that were started, those of them that are in flight) in a second step."""
+    engine = build(stage, models.UnevenBlocks, bucket_bytes=None, **OPTIONS)
+    train_one_step(engine, 0)
+    with Timeline(engine) as timeline:
+        backward(engine, 1)
+        counts = len(timeline.collectives), len(timeline.under_way())
+        engine.step()
+    return counts
 
 
 @on_ranks
 def test_collectives_in_backward(stage):
     """the weights are the chapter's, and all reductions, two or more, start in backward"""
-    measured(stage)
+    as_chapter(stage, ZeRO1, **OPTIONS)
+    started, _ = at_the_end_of_backward(stage)
+    expect(f"two or more collectives in backward, of {started}", started >= 2, True)
 
 
 @on_ranks
 def test_in_flight_after_backward(stage):
     """two or more collectives are in flight when backward is over"""
-    found, _ = measured(stage)
-    expect(f"two or more collectives in flight after backward, of {found.in_flight}", found.in_flight >= 2, True)
+    _, in_flight = at_the_end_of_backward(stage)
+    expect(f"two or more collectives in flight after backward, of {in_flight}", in_flight >= 2, True)
 
 
 @on_ranks
 def test_bytes_sent(stage):
     """bytes sent: not more than the chapter's"""
-    found, right = measured(stage)
+    started, _ = at_the_end_of_backward(stage)
+    expect(f"two or more collectives in backward, of {started}", started >= 2, True)
+    found, right = as_chapter(stage, ZeRO1, **OPTIONS)
     expect_at_most("bytes sent in a step", found.sent, right.sent)
 
 
@@ -46,7 +65,8 @@ class Equal(models.Lanes):
 @on_ranks
 def test_other_orders(stage):
     """the weights are the chapter's where a step has two backwards, and where ranks finish in other orders"""
-    measured(stage)
+    started, _ = at_the_end_of_backward(stage)
+    expect(f"two or more collectives in backward, of {started}", started >= 2, True)
     as_chapter(stage, ZeRO1, 2, **OPTIONS)
     weights = []
     for kind in (ZeRO1, stage):
@@ -54,8 +74,6 @@ def test_other_orders(stage):
         if dist.get_rank() % 2:
             engine.model.way.reverse()
         for step in range(2):
-            backward(engine, step)
-            engine.step()
-            engine.zero_grad()
+            train_one_step(engine, step)
         weights.append(torch.cat([param.detach().flatten() for param in engine.model.parameters()]))
     expect_values("the weights if ranks finish their gradients in different orders", weights[1], weights[0])

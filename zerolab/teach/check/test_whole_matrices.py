@@ -10,7 +10,6 @@ from torch import nn
 from zero1 import ZeRO1
 from zerolab.measure.ledger import MemoryLedger
 from zerolab.measure.timeline import Timeline
-from zerolab.measure.traffic import sent_bytes
 from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
     ADAMW,
@@ -20,12 +19,14 @@ from zerolab.teach.check.helpers import (
     alone,
     backward,
     build,
+    bytes_sent,
     expect,
     expect_at_most,
     expect_values,
     on_ranks,
     shards,
     silent,
+    train_one_step,
 )
 
 MUON = functools.partial(torch.optim.Muon, lr=0.1)
@@ -61,8 +62,8 @@ class Matrices(nn.Module):
 OneMatrix = functools.partial(Matrices, [(3, 5)])  # all ranks but one own nothing
 
 
-def owned_names(engine) -> list[list[str]]:
-    """The names of the parameters that each rank's optimizer updates. Each must be whole on exactly one rank."""
+def elements_owned(engine) -> list[int]:
+    """How many elements each rank's optimizer updates. Each parameter must be whole on exactly one rank."""
     params = dict(engine.model.named_parameters())
     names = set()
     for tensor in shards(engine):
@@ -76,20 +77,7 @@ def owned_names(engine) -> list[list[str]]:
     ranks = Counter(sum(of_ranks, []))
     for name in params:
         expect(f"how many ranks have {name} in their optimizer", ranks[name], 1)
-    return of_ranks
-
-
-def elements_owned(engine) -> list[int]:
-    """How many elements each rank's optimizer updates."""
-    params = dict(engine.model.named_parameters())
-    return [sum(params[name].numel() for name in names) for names in owned_names(engine)]
-
-
-def train_one_step(engine, step: int) -> torch.Tensor:
-    loss = backward(engine, step)
-    engine.step()
-    engine.zero_grad()
-    return loss
+    return [sum(params[name].numel() for name in names) for names in of_ranks]
 
 
 @on_ranks
@@ -100,7 +88,7 @@ def test_one_owner(stage):
             engine = build(stage, make, bucket_bytes=bucket_bytes, optimizer=MUON)
             for (name, param), right in zip(engine.model.named_parameters(), models.seeded(make, 0).parameters()):
                 expect_values(f"{name} after the build, with {when} (is it in one place only?)", param, right)
-            owned_names(engine)
+            elements_owned(engine)
 
 
 @on_ranks
@@ -120,28 +108,12 @@ def test_bytes_held(stage):
     owned = elements_owned(build(stage, Matrices, bucket_bytes=ONE_BUCKET, optimizer=MUON))
     own = owned[dist.get_rank()]
     with MemoryLedger() as memory:
-        engine = build(stage, Matrices, bucket_bytes=ONE_BUCKET, optimizer=MUON, group=silent())
+        engine = build(stage, Matrices, bucket_bytes=ONE_BUCKET, optimizer=MUON, group=silent)
         for step in range(2):
             train_one_step(engine, step)
         buffer = 8 * len(owned) * max(owned)
         what = f"bytes alive (weights and gradients of {buffer:,} each, {8 * own:,} of momentum, {SLACK:,} to spare)"
         expect_at_most(what, memory.live, 2 * buffer + 8 * own + SLACK)
-
-
-@on_ranks
-def test_mean_gradients(stage):
-    """step 3: after reduce_gradients() the optimizer's matrices have the mean gradients"""
-    engine = build(stage, Matrices, optimizer=MUON)
-    owned_names(engine)
-    backward(engine)
-    engine.reduce_gradients()
-    batches = [engine.model.batch(0, rank)[0] for rank in range(dist.get_world_size())]
-    for (name, param), *gradients in zip(engine.model.named_parameters(), *batches):
-        for tensor in shards(engine):
-            if torch.equal(tensor, param):
-                if tensor.grad is None:
-                    raise Differs(f"the gradient of the optimizer's {name}", "the mean", "None: is it a copy?")
-                expect_values(f"the gradient of the optimizer's {name}", tensor.grad, sum(gradients) / len(gradients))
 
 
 def flat_weights(model) -> torch.Tensor:
@@ -182,13 +154,14 @@ def test_muon(stage):
 
 @on_ranks
 def test_adamw(stage):
-    """steps 3 to 5: with AdamW the losses are the chapter's, for a model with vectors, scalars and a frozen layer"""
+    """steps 3 to 5: with AdamW the weights are the chapter's, for a model with vectors, scalars and a frozen layer"""
     elements_owned(build(stage, Matrices, optimizer=MUON))
-    for make in (models.Odd, models.Empty):
-        engine, right = build(stage, make), build(ZeRO1, make)
-        for step in range(3):
-            found, expected = train_one_step(engine, step), train_one_step(right, step)
-            expect_values(f"the loss of step {step + 1} with the model {make.__name__}", found, expected)
+    engine, right = build(stage), build(ZeRO1)
+    for step in range(3):
+        train_one_step(engine, step)
+        train_one_step(right, step)
+        what = f"the weights after step {step + 1} of the model Odd"
+        expect_values(what, flat_weights(engine.model), flat_weights(right.model))
 
 
 def collectives_of_a_step(stage, bucket_bytes: int, optimizer) -> tuple[Counter, float]:
@@ -197,8 +170,7 @@ def collectives_of_a_step(stage, bucket_bytes: int, optimizer) -> tuple[Counter,
     for step in range(2):
         with Timeline(engine) as timeline:
             train_one_step(engine, step)
-    sent = [sent_bytes(each.name, each.nbytes, len(each.ranks)) for each in timeline.collectives]
-    return Counter(each.name for each in timeline.collectives), sum(sent)
+    return Counter(each.name for each in timeline.collectives), bytes_sent(timeline.collectives)
 
 
 @on_ranks

@@ -7,7 +7,6 @@ from zero1 import Bucket, ZeRO1
 from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
     all_ranks,
-    all_waited_for,
     alone,
     backward,
     build,
@@ -23,26 +22,21 @@ from zerolab.teach.check.helpers import (
 SIZES = [(15, 3, 9, 3), (1,), (0,), (7, 0, 2), (40, 40, 40), (16,)]  # elements of a bucket's parameters
 
 
-def bucket_of(kind, sizes, dtype, group=None):
+def bucket_of(kind, sizes, dtype, group):
     params = [(f"p{index}", torch.nn.Parameter(torch.ones(size, dtype=dtype))) for index, size in enumerate(sizes)]
     with torch.no_grad():
-        return kind("bucket 0", params, group or all_ranks())
-
-
-def bucket_class(stage):
-    """The student's class Bucket: that of an engine's buckets."""
-    return type(build(stage).buckets[0])
+        return kind("bucket 0", params, group())
 
 
 @pytest.mark.blank("Bucket.assign_places")
 @pytest.mark.parametrize("sizes", SIZES)
 @on_ranks
 def test_places(stage, sizes):
-    kind = bucket_class(stage)
+    kind = type(build(stage).buckets[0])  # the student's class Bucket
     for dtype in (torch.float32, torch.float64):
-        for group, when in ((all_ranks(), ""), (alone(), " in a group of one rank")):
+        for group in (all_ranks, alone):
             right, found = bucket_of(Bucket, sizes, dtype, group), bucket_of(kind, sizes, dtype, group)
-            of = f" of parameters with {sizes} elements of {dtype}{when}"
+            of = f" of parameters with {sizes} elements of {dtype}, world_size {right.world_size}"
             expect(f"self.offsets{of}", list(found.offsets), list(right.offsets))
             expect(f"self.shard_numel{of}", found.shard_numel, right.shard_numel)
             expect(f"self.numel{of}", found.numel, right.numel)
@@ -51,13 +45,10 @@ def test_places(stage, sizes):
 @pytest.mark.blank("Bucket.flatten")
 @on_ranks
 def test_the_weights_are_views_of_the_buffer(stage):
-    engine, right = build(stage), build(ZeRO1)
-    for bucket, expected in zip(engine.buckets, right.buckets, strict=True):
-        expect_values("what flatten returns", bucket.flat, expected.flat)
+    for bucket in build(stage).buckets:
         for name, param, offset in zip(bucket.names, bucket.params, bucket.offsets):
             address = bucket.flat.data_ptr() + offset * bucket.flat.element_size()
             expect(f"whether the weight {name} is a view of its place in the buffer", param.data_ptr() == address, True)
-            expect(f"the storage of {name}", param.untyped_storage().nbytes(), bucket.flat.untyped_storage().nbytes())
 
 
 @pytest.mark.blank("Bucket.flatten")
@@ -69,42 +60,20 @@ def test_laid_out_tensors(stage):
         tensors = [torch.full(param.shape, index + 1.0, dtype=dtype) for index, param in enumerate(bucket.params)]
         torch.full((1000,), 7.0).clone()  # memory that is used again should not be what padding has
         expect_values("what lay_out returns", bucket.lay_out(iter(tensors), dtype), right.lay_out(tensors, dtype))
-        place = bucket.place(torch.arange(bucket.numel), 1)
-        expect_values("what place returns for the second parameter", place, right.place(torch.arange(right.numel), 1))
 
 
 @pytest.mark.blank("Bucket.make_shard")
 @on_ranks
 def test_shards_and_gradients_are_views(stage):
-    engine, right = build(stage), build(ZeRO1)
-    for bucket, expected in zip(engine.buckets, right.buckets, strict=True):
-        expect_values("bucket.shard", bucket.shard.detach(), expected.shard.detach())
+    for bucket in build(stage).buckets:
         first = bucket.flat[bucket.own].data_ptr()
         expect("whether the shard is a view of bucket.flat", bucket.shard.data_ptr() == first, True)
-        expect("whether the shard is a leaf", bucket.shard.is_leaf, True)
         expect_values("bucket.gradient", bucket.gradient, torch.zeros_like(bucket.flat))
         expect("how many places bucket.grads has", len(bucket.grads), len(bucket.params))
         for index, grad in enumerate(bucket.grads):
             place = bucket.place(bucket.gradient, index)
-            expect_values(f"bucket.grads[{index}]", grad, place)
             is_view = grad.data_ptr() == place.data_ptr()
             expect(f"whether bucket.grads[{index}] is a view of its place in bucket.gradient", is_view, True)
-
-
-@pytest.mark.blank("ZeRO1.finish_reduce")
-@on_ranks
-def test_the_mean(stage):
-    engine, right = build(stage), build(ZeRO1)
-    for each in (engine, right):
-        backward(each)
-        each.reduce_gradients()
-    for index, (found, expected) in enumerate(zip(shards(engine), shards(right))):
-        expect_values(f"the gradient of shard {index} after reduce_gradients()", found.grad, expected.grad)
-        own = engine.buckets[index].gradient[engine.buckets[index].own]
-        expect(f"whether the gradient of shard {index} is a view", found.grad.data_ptr() == own.data_ptr(), True)
-    for (name, param), expected in zip(engine.model.named_parameters(), right.model.parameters()):
-        if param.requires_grad:
-            expect_values(f"{name}.grad after reduce_gradients()", param.grad, expected.grad)
 
 
 @pytest.mark.blank("ZeRO1.reduce_gradients")
@@ -113,12 +82,9 @@ def test_a_second_call_changes_nothing(stage):
     """The gradients may have been clipped since the first."""
     engine = build(stage)
     backward(engine)
-    with all_waited_for("reduce_gradients()"):
-        engine.reduce_gradients()
-    expect("shards without a gradient after reduce_gradients()", sum(each.grad is None for each in shards(engine)), 0)
-    with torch.no_grad():
-        for shard in shards(engine):
-            shard.grad.mul_(0.5)
+    engine.reduce_gradients()
+    for shard in shards(engine):
+        shard.grad.mul_(0.5)
     halves = [shard.grad.clone() for shard in shards(engine)]
     engine.reduce_gradients()
     for index, (shard, half) in enumerate(zip(shards(engine), halves)):
@@ -128,18 +94,16 @@ def test_a_second_call_changes_nothing(stage):
 @pytest.mark.blank("ZeRO1.reduce_gradients")
 @on_ranks
 def test_a_replaced_gradient_is_refused_before_anything_is_sent(stage):
-    """On one rank only, so that a check that comes late leaves the others waiting; of each parameter."""
-    for name in dict(build(stage, group=alone()).model.named_parameters()):
-        engine = build(stage, group=alone())
-        param = dict(engine.model.named_parameters())[name]
+    """In a group of one rank, where a check that comes late leaves no other rank waiting; of each parameter."""
+    for name in dict(build(stage, group=alone).model.named_parameters()):
+        engine = build(stage, group=alone)
+        param = engine.model.get_parameter(name)
         if param.requires_grad:
             before = [bucket.gradient.clone() for bucket in engine.buckets]
             param.grad = None
             must_raise(f"a step when param.grad of {name} was replaced", engine.step)
             for bucket, gradient in zip(engine.buckets, before):
                 expect("whether gradients were changed before the error", torch.equal(bucket.gradient, gradient), True)
-            engine.zero_grad()
-            engine.training_step(*engine.model.batch(0, 0), engine.model.loss)
 
 
 @pytest.mark.blank("ZeRO1.step")
@@ -171,24 +135,15 @@ def test_a_backward_through_old_weights_is_refused(stage):
 
 TRAININGS = {
     "": {},
-    "in a group of one rank (self.world_size is 1)": {"group": "alone"},
-    "if some ranks own only padding of a bucket": {"make": models.OneWeightAndMore},
+    "in a group of one rank (self.world_size is 1)": {"group": alone},
     "if some ranks own nothing but padding": {"make": models.OneWeight},
-    "if a bucket's only parameter has no elements": {"make": models.Empty, "bucket_bytes": 0},
-    "in float32": {"dtype": torch.float32},
-    "with one bucket": {"bucket_bytes": 2**20},
-    "with SGD": {"optimizer": torch.optim.SGD},
-    "if ranks finish their gradients in different orders": {"make": models.Lanes, "crossing": True},
 }
 
 
 @pytest.mark.parametrize("at", TRAININGS)
 @on_ranks
 def test_training(stage, at):
-    options = dict(TRAININGS[at])
-    if options.pop("group", None):
-        options["group"] = alone()
-    same_training(stage, ZeRO1, at, **options)
+    same_training(stage, ZeRO1, at, **TRAININGS[at])
 
 
 @on_ranks
