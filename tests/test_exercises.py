@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import contextlib
 import re
 import shutil
 import textwrap
@@ -103,23 +102,14 @@ def test_an_edited_file_is_not_overwritten(tmp_path, monkeypatch, capsys):
 # Checking them.
 
 
-@contextlib.contextmanager
-def usual_patience():
-    """The exercises' tests set their own. Their ranks do not stay, because other tests wait longer."""
-    patience, before = pool.TIMEOUT, dict(pool.pools)
-    pool.pools.clear()
-    yield
-    for each in pool.pools.values():
-        each.kill()
-    pool.pools.clear()
-    pool.pools.update(before)
-    pool.TIMEOUT = patience
-
-
 @pytest.fixture(scope="module", autouse=True)
 def own_ranks():
-    with usual_patience():
+    """The exercises' tests set how long a rank may wait. Other tests wait longer, so these ranks do not stay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "TIMEOUT", pool.TIMEOUT)
+        patch.setattr(pool, "pools", {})
         yield
+        pool.kill_all()
 
 
 def check(name: str, file: Path, blank: int | None = None, seconds: int = 20) -> dict[str, str]:
