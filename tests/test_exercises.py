@@ -212,7 +212,7 @@ def test_the_tests_of_a_blank_find_its_mutations(tmp_path, mutation):
     file = tmp_path / "mine.py"
     file.write_text(mutated_source(mutation))
     (verdict,) = check(mutation.chapter, file, blank=blank_with(mutation.chapter, mutation.function)).values()
-    assert verdict.startswith("FAILED: ") and "HANGS" not in verdict, verdict
+    assert verdict.startswith("FAILED: "), verdict
     assert NEVER_WAITED_FOR.get((mutation.chapter, str(mutation)), "") in verdict, verdict
 
 

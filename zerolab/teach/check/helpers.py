@@ -38,8 +38,7 @@ class Differs(AssertionError):
     """A value or an event differs from the expected one."""
 
     def __init__(self, what: str, expected, found):
-        super().__init__(f"{what}: expected {expected}, found {found}")
-        self.what, self.expected, self.found = what, str(expected), str(found)
+        super().__init__(f"{what}\n  expected  {expected}\n  found     {found}")
 
 
 def expect(what: str, found, expected) -> None:
@@ -340,12 +339,13 @@ def explained(error: BaseException, file: str) -> str:
     """The message of an error that a test raised on a rank, with the line of the student's file."""
     trace = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in trace if frame.filename == file]
-    where = f"\nin line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
-    message = str(error)
     if isinstance(error, NotImplementedError) and lines:
         return f"line {lines[-1].lineno} {TO_WRITE}"
+    lines = [frame for frame in lines if not frame.line.startswith("raise ")]  # its text is in the message already
+    where = f"\nin line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    message = str(error)
     if isinstance(error, Differs):
-        return f"{error.what}\n  expected  {error.expected}\n  found     {error.found}{where}"
+        return f"{message}{where}"
     if isinstance(error, RuntimeError) and process_group.lost(message):
         return f"{WAITS}{where}\n{IN_ORDER}"
     guesses = [guess for part, guess in GUESSES.items() if part in message]

@@ -45,17 +45,24 @@ class OfVectors(nn.Module):
 
 
 class Odd(OfTokens):
-    """An embedding, blocks of different sizes, of which one has a frozen layer, and a head."""
+    """An embedding, blocks of different sizes, of which one has a frozen layer, and a head.
+
+    In ZeRO-3 the root's `scale` is the last weight that backward reads, when all units are done.
+    """
 
     def __init__(self, blocks: int = 3):
         super().__init__()
         self.embedding = nn.Embedding(11, 5)
+        self.scale = nn.Parameter(torch.full((5,), 1.1))
         self.blocks = nn.ModuleList(Block(7 + 2 * index) for index in range(blocks))
         self.blocks[1].up.requires_grad_(False)
         self.head = nn.Linear(5, 3)
 
+    def embed(self, tokens):
+        return self.scale * self.embedding(tokens).mean(1)
+
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -75,7 +82,7 @@ class Checkpointed(Odd):
         return x
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
+        x = self.embed(tokens)
         for first in range(0, 4, self.several):
             x = checkpoint(self.part, x, first, use_reentrant=False)
         return self.head(x)
@@ -88,12 +95,15 @@ class TwoCheckpointed(Checkpointed):
 
 
 class Lanes(OfVectors):
-    """Units that run in the order of `way`, without the one in `skip`."""
+    """Equal units that run in the order of `way`, without the one in `skip`.
 
-    def __init__(self, sizes=(8, 9, 8, 9)):
+    Because they are equal, buckets that are mixed up are added without an error.
+    """
+
+    def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)) for size in sizes])
-        self.way, self.skip = list(range(len(sizes))), None
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)])
+        self.way, self.skip = [0, 1, 2, 3], None
 
     def forward(self, x):
         for index in self.way:
@@ -107,9 +117,9 @@ class Stack(OfVectors):
 
     width, rows = 48, 1
 
-    def __init__(self, layers: int = 6, width: int = 48):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
 
     def forward(self, x):
         for layer in self.layers:

@@ -96,12 +96,9 @@ def test_the_neighbours(stage, prefetch):
 @pytest.mark.blank("Unit.free")
 @on_ranks
 def test_freed_memory_and_a_shard_that_stays(stage):
-    engine, right = build(stage), build(ZeRO3)
-    for unit, expected in zip(engine.units, right.units):
-        expect_values(f"the shard of {unit.name}", unit.shard.detach(), expected.shard.detach())
+    for unit in build(stage).units:
         expect(f"bytes under the shard of {unit.name}", unit.shard.untyped_storage().nbytes(), unit.shard.nbytes)
-        what = f"elements of self.flat of {unit.name} after free(), which takes only its memory away"
-        expect(what, unit.flat.numel(), expected.flat.numel())
+        expect(f"elements of self.flat of {unit.name} after free()", unit.flat.numel(), unit.numel)
         unit.start_gather()
         views = [param.detach().t() if param.ndim == 2 else param.detach() for param in unit.params]
         unit.free()  # also waits: the gather may still be in flight
@@ -115,25 +112,18 @@ def test_freed_memory_and_a_shard_that_stays(stage):
 @pytest.mark.blank("Unit.start_gather")
 @on_ranks
 def test_gathered_into_the_weights(stage):
-    engine, right = build(stage), build(ZeRO3)
-    for unit, expected in zip(engine.units, right.units):
+    for unit in build(stage).units:
         storage = unit.flat.untyped_storage()._cdata
         unit.start_gather()
         expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
-        expect(f"unit.allocated of {unit.name} after start_gather()", unit.allocated, True)
         work = unit.work
         unit.start_gather()
         expect("whether a second start_gather() changes nothing", unit.work is work, True)
         unit.wait()
         expect(f"unit.work of {unit.name} after wait()", unit.work, None)
-        unit.wait()
         expect("whether the storage under the weights is the same", unit.flat.untyped_storage()._cdata, storage)
         expect("bytes of the storage", unit.flat.untyped_storage().nbytes(), unit.flat.nbytes)
-        expected.start_gather()
-        expected.wait()
-        expect_values(f"the gathered {unit.name}", unit.flat.detach(), expected.flat.detach())
-        for each in (unit, expected):
-            each.free()
+        unit.free()
 
 
 @pytest.mark.blank("ZeRO3.unpack")
@@ -154,7 +144,7 @@ class ChangedInPlace(models.Odd):
     """A forward that changes a saved tensor in place: its backward is an error."""
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
+        x = self.embed(tokens)
         y = torch.tanh(self.blocks[0](x))
         loss = self.head(y * y)
         y.add_(1)
@@ -226,7 +216,7 @@ class PassesOn(models.Odd):
     """A unit whose output is also one of its inputs."""
 
     def forward(self, tokens):
-        x = self.embedding(tokens).mean(1)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = self.both(block, x)
         return self.head(x)
