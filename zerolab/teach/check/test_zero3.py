@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3 import ZeRO3
+from zerolab.measure.timeline import Timeline
 from zerolab.teach.check import models
 from zerolab.teach.check.helpers import (
     alone,
@@ -114,12 +115,15 @@ def test_freed_memory_and_a_shard_that_stays(stage):
 def test_gathered_into_the_weights(stage):
     for unit in build(stage).units:
         storage = unit.flat.untyped_storage()._cdata
-        unit.start_gather()
-        expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
-        work = unit.work
-        unit.start_gather()
-        expect("whether a second start_gather() changes nothing", unit.work is work, True)
-        unit.wait()
+        with Timeline() as timeline:
+            unit.start_gather()
+            expect(f"whether unit.work of {unit.name} is there after start_gather()", unit.work is not None, True)
+            work = unit.work
+            unit.start_gather()
+            expect("whether a second start_gather() changes nothing", unit.work is work, True)
+            unit.wait()
+            # Before `free`, which would take the memory away to which the collective still writes.
+            expect("collectives that wait() has not waited for", [each.name for each in timeline.under_way()], [])
         expect(f"unit.work of {unit.name} after wait()", unit.work, None)
         expect("whether the storage under the weights is the same", unit.flat.untyped_storage()._cdata, storage)
         expect("bytes of the storage", unit.flat.untyped_storage().nbytes(), unit.flat.nbytes)
