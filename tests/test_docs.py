@@ -38,18 +38,19 @@ def test_the_command_writes_reports_and_refuses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("zerolab.measure.figures.FIGURES", {})  # they are drawn in the next test
     (tmp_path / "docs").mkdir()
     page, readme = tmp_path / "docs" / "page.md", tmp_path / "README.md"
-    page.write_text("There are <!-- generated: exhibits -->3<!-- end --> bugs, of ZeRO-2 numbers "
-                    "<!-- generated: exhibits-of zero2 --><!-- end -->.\n")  # fmt: skip
+    page.write_text("Two numbers: <!-- generated: largest 3 5 -->3<!-- end --> and "
+                    "<!-- generated: largest 4 --><!-- end -->.\n")  # fmt: skip
     readme.write_text("# Nothing generated\n")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "BLOCKS", {"largest": lambda *numbers: max(numbers)})
     assert docs.main(["--check"]) == 1
     assert "stale: docs/page.md" in capsys.readouterr().out and ">3<" in page.read_text()  # it has written nothing
     assert docs.main([]) == 0 and f"written: {page}" in capsys.readouterr().out
-    assert f">{docs.exhibits()}<" in page.read_text() and f">{docs.exhibits_of('zero2')}<" in page.read_text()
+    assert ">5<" in page.read_text() and ">4<" in page.read_text()
     assert docs.main(["--check"]) == 0 and "up to date: 2\n" in capsys.readouterr().out
     for wrong, message in (
         ("<!-- generated: weather --><!-- end -->", "'weather'"),
-        ("<!-- generated: claims -->", "end"),
+        ("<!-- generated: largest 1 -->", "end"),
     ):
         page.write_text(wrong)
         with pytest.raises(SystemExit, match="2"):

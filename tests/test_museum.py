@@ -92,6 +92,12 @@ def place_of(number):
     return path.removeprefix("tests/").removesuffix(".py").replace("/", "."), name
 
 
+def test_the_tests_that_they_name_exist():
+    for exhibit in EXHIBITS.values():
+        path, name = exhibit.caught_by.split("::")
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), exhibit.caught_by
+
+
 def ask(number, build, module, name, arguments):
     """On a rank: the body of a conformance test, of the stage that `exhibit.build` or `exhibit.correct` builds."""
     from conformance.subjects import Subject

@@ -30,7 +30,6 @@ from zerolab.run.ranks import ROOT
 from zerolab.teach import docs_options
 from zerolab.teach.articles import report as articles
 from zerolab.teach.articles.claim import ARTICLES
-from zerolab.teach.museum.exhibits import EXHIBITS
 
 BLOCK = re.compile(
     r"(?P<begin><!-- generated: (?P<name>[\w-]+)(?: (?P<arguments>[\w -]+?))? -->).*?(?P<end><!-- end -->)", re.DOTALL
@@ -233,10 +232,6 @@ def ddp_to_zero() -> str:
     return "\n".join(["```diff", *shown, "```"])
 
 
-def exhibits() -> str:
-    return f"{len(EXHIBITS)}"
-
-
 CONFORMANCE = "conform-cpu.json"
 OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")  # of a test: tests/conformance/report.py
 
@@ -264,12 +259,6 @@ def conformance_differs() -> str:
     return table("test | not correct | correct", rows)
 
 
-def exhibits_of(which: str) -> str:
-    """The numbers of the museum's exhibits about a chapter, or about "engines"."""
-    numbers = [number for number, exhibit in EXHIBITS.items() if exhibit.stage == which]
-    return ", ".join(map(str, numbers))
-
-
 Blocks = dict[str, Callable[..., str]]
 
 
@@ -288,8 +277,6 @@ BLOCKS: Blocks = {  # the name between the marks, and the function that writes t
     "claims": claims,
     "claims-that-do-not-hold": claims_that_do_not_hold,
     "ddp-to-zero": ddp_to_zero,
-    "exhibits": exhibits,
-    "exhibits-of": exhibits_of,
     "conformance": conformance,
     "conformance-differs": conformance_differs,
 }

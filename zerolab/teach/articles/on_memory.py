@@ -319,10 +319,6 @@ def fsdp_recomputes_by_use_orig_params() -> Outcome:
 # Offload.
 
 
-def bytes_alive(moment) -> int:
-    return moment.live
-
-
 def bytes_not_held(moment) -> int:
     return moment.live - sum(moment.parts[part] for part in HELD)
 
@@ -335,7 +331,7 @@ def offload_saves_memory_and_kills_throughput() -> Outcome:
     machine has one kind of memory. The copies do not depend on the batch: for a float32 parameter on 8 H100 two up and
     one down at 64 GB/s, which no link exceeds. They can hide behind 6 FLOPs for each token.
     """
-    without = ledger_of_zero3(small_gpt).peak_moment(of=bytes_alive).live
+    without = ledger_of_zero3(small_gpt).peak_moment().live
     offloaded = ledger_of_zero3(small_gpt, offload_policy=CPUOffloadPolicy(pin_memory=False))
     device = bytes_not_held(offloaded.peak_moment(of=bytes_not_held))
     copies = 3 * 4 / 8 / 64e9

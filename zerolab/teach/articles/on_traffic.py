@@ -37,7 +37,6 @@ from zerolab.teach.articles.runs import (
     size_of,
     small_gpt,
     step,
-    update,
     whole_model,
 )
 
@@ -255,7 +254,8 @@ def events_of_a_step(name: str, make_model=chain_of_4, **options) -> list[str]:
                 events.mark()
                 loss.backward()
                 events.mark()
-                update(engine)
+                engine.step()
+                engine.zero_grad()
                 handle.remove()
         del engine, loss
     return events.letters.split("|")

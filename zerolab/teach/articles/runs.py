@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zerolab.measure import memory
 from zerolab.measure.fake_ranks import all_reduce_bucket, fake_ranks
@@ -100,12 +99,6 @@ def forward(engine) -> torch.Tensor:
     return nn.functional.mse_loss(outputs.float(), targets)
 
 
-def update(engine) -> None:
-    """The end of a training step: the optimizer steps, and the gradients are dropped."""
-    engine.step()
-    engine.zero_grad()
-
-
 @contextlib.contextmanager
 def running(name: str, make_model=chain, ranks: int = 8, units=None, **options):
     """The registry's engine over `make_model()` with AdamW, on rank 0 of `ranks`.
@@ -168,7 +161,8 @@ def step(name: str, make_model=chain, ranks: int = 8, micro_batches: int = 1, no
                             forward(engine).backward()
                     else:
                         forward(engine).backward()
-                update(engine)
+                engine.step()
+                engine.zero_grad()
         engine = None  # before the process group ends
     psi = sum(param.numel() for param in make_model().parameters())
     return Step(ranks, psi, seen.held, seen.peak, seen.collectives)
@@ -191,7 +185,8 @@ def ledger_of_zero3(make_model, **options) -> PartsLedger:
     with running("zero3", make_model, **options) as engine, PartsLedger(engine) as ledger:
         for _ in range(2):  # the first makes the optimizer's state
             forward(engine).backward()
-            update(engine)
+            engine.step()
+            engine.zero_grad()
     return ledger
 
 
@@ -221,35 +216,29 @@ def held_gb(engine: str, *options: str) -> list[float]:
 
 
 @functools.cache
-def saved_bytes(name: str, batch: int, seq: int, recompute=False, keep_scores=False, **shape) -> int:
-    """Bytes that a GPT in bfloat16 keeps for backward after its forward, logits included: measured on fake tensors.
+def activations(name: str, recompute=False, **shape) -> float:
+    """GB that a GPT keeps for backward of the articles' 4 sequences of 2,048 tokens, logits included, in bfloat16.
 
-    `keep_scores`: attention that is not fused, so it keeps its matrix of seq x seq scores.
+    It is measured on fake tensors.
     """
-    attention = sdpa_kernel(SDPBackend.MATH) if keep_scores else contextlib.nullcontext()
     before_bfloat16 = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # fake tensors cannot be converted by Module.to
     try:
-        with FakeTensorMode(), attention, MemoryLedger() as ledger:
+        with FakeTensorMode(), MemoryLedger() as ledger:
             model = gpt(name, **shape)
             if recompute:
                 checkpoint_blocks(model, casts=False)
-            tokens = torch.zeros(batch, seq, dtype=torch.int64)
+            tokens = torch.zeros(4, 2048, dtype=torch.int64)
             before = ledger.live
             logits = model(tokens)
             saved = ledger.live - before
             del logits
     finally:
         torch.set_default_dtype(before_bfloat16)
-    return saved
-
-
-def activations(name: str, **shape) -> float:
-    """GB that a preset keeps for backward of the articles' 4 sequences of 2,048 tokens."""
-    return saved_bytes(name, 4, 2048, **shape) / GB
+    return saved / GB
 
 
 def recomputed_activations(name: str, **shape) -> float:
     """The same with every block recomputed: the inputs of all blocks, and the activations of one block."""
     one_block = activations(name, **{**shape, "layers": 2}) - activations(name, **{**shape, "layers": 1})
-    return saved_bytes(name, 4, 2048, recompute=True, **shape) / GB + one_block
+    return activations(name, recompute=True, **shape) + one_block

@@ -1,4 +1,5 @@
-"""One file per mistake. To add an exhibit, add a file; its number is the first part of the file's name.
+"""One file per mistake. To add an exhibit, add a file; its number is the first part of the file's name. The table in
+docs/students.md lists the numbers.
 
 The docstring has a title and six labelled paragraphs, and the file defines
 
