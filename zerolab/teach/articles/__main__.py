@@ -10,6 +10,7 @@ import torch
 
 from zerolab.run import json_file
 from zerolab.run.command_line import one_line
+from zerolab.run.progress import with_progress
 from zerolab.teach import articles_options
 from zerolab.teach.articles import CLAIMS, report
 from zerolab.teach.articles.claim import Claim
@@ -24,11 +25,7 @@ def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
         print(f"error: --only {' '.join(options.only)!r} matches none of the claims", file=sys.stderr)
         return 2
     warnings.simplefilter("ignore")  # torch's, about what an article's code does
-    rows = []
-    for number, claim in enumerate(chosen, 1):
-        print(f"[{number}/{len(chosen)}] {claim.text} ...", end="", flush=True, file=sys.stderr)
-        rows.append(report.row(claim))
-        print(f" {rows[-1]['verdict']}", flush=True, file=sys.stderr)
+    rows = [report.row(claim) for claim in with_progress(chosen, "claims")]
     print(report.text(rows), flush=True)
     with one_line(ValueError):
         json_file.write(options.json, json_file.about(torch.device("cpu"), "articles") | {"claims": rows})

@@ -42,6 +42,9 @@ class Claim:
     sources: tuple[tuple[str, str], ...]  # (title of the article, section)
     check: Callable[[], Outcome]
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def claim(*sources: tuple[str, str]):
     """Decorates the check of a claim. The first paragraph of its docstring is the claim."""
