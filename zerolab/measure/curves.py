@@ -9,21 +9,21 @@ which must not exist yet, because runs of older code would be reported as runs o
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
-from zerolab.run import engines, journal, json_file, process_group, train, train_options
+from zerolab.run import engines, journal, json_file, process_group, ranks, train, train_options
 from zerolab.run.data import load_text
 from zerolab.run.model import preset
-from zerolab.run.ranks import ROOT
 
+RANKS = 2
 SAVES = 12  # checkpoints of a run
 KILLED_AFTER = 0.55  # of the steps, which is some steps after a checkpoint
 
@@ -53,10 +53,10 @@ def train_under_ddp() -> None:
     process_group.stop()
 
 
-def runs(ranks: int, options: list[str]) -> dict[str, list[list[str]]]:
+def runs(options: list[str]) -> dict[str, list[list[str]]]:
     """{name: its commands}. If there are two, the first one is killed, and the second one continues."""
-    stage = {name: ["./launch.sh", "train", name, str(ranks), *options] for name in ("zero1", "zero2", "zero3")}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    stage = {name: ["./launch.sh", "train", name, str(RANKS), *options] for name in ("zero1", "zero2", "zero3")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     return {
         "DDP": [[*torchrun, "-m", "zerolab.measure.curves", "zero1", *options]],
         "ZeRO-1": [stage["zero1"]],
@@ -70,27 +70,19 @@ def run(name: str, commands: list[list[str]], folder: Path, steps: int) -> dict:
     """Run the commands, and return what they have written: losses, evaluations, and the continued text."""
     folder.mkdir(parents=True)
     log = folder / "output.txt"
-    for number, command in enumerate(commands):
-        with log.open("a") as output:
-            process = subprocess.Popen(
-                [*command, "--folder", str(folder)],
-                cwd=ROOT,
-                env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    for number, command in enumerate(commands, 1):
         print(f"{name}: {' '.join(command[-12:])}", flush=True)
-        if number < len(commands) - 1:
-            while len(journal.read(folder)) < KILLED_AFTER * steps and process.poll() is None:
-                time.sleep(0.2)
-            if process.poll() is not None:
-                raise RuntimeError(f"{name} ended before it was killed, with status {process.returncode}: see {log}")
-            kill(process.pid)
-            print(f"{name}: killed after step {len(journal.read(folder))}", flush=True)
-        elif process.wait():
-            raise RuntimeError(f"{name} failed with status {process.returncode}: see {log}")
-        process.wait()
+        is_last = number == len(commands)
+        line, variables = [*command, "--folder", str(folder)], ranks.environment(PYTHON=sys.executable)
+        with log.open("a") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            # Whatever still runs when the block is left is killed, without a chance to save.
+            with ranks.started(line, by=signal.SIGKILL, cwd=ranks.ROOT, env=variables, **streams) as process:
+                while process.poll() is None and (is_last or len(journal.read(folder)) < KILLED_AFTER * steps):
+                    time.sleep(0.2)
+                status = process.poll()
+        if status != (0 if is_last else None):
+            raise RuntimeError(f"{name} ended with status {status}: see {log}")
     lines = journal.read(folder)
     text = log.read_text()
     return {
@@ -102,20 +94,12 @@ def run(name: str, commands: list[list[str]], folder: Path, steps: int) -> dict:
     }
 
 
-def kill(launcher: int) -> None:
-    """End the launcher and its ranks without a chance to save. Parents first, so that nobody starts new ranks."""
-    process = psutil.Process(launcher)
-    for each in (process, *process.children(recursive=True)):
-        each.kill()
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m zerolab.measure.curves",
         description="Trains the same GPT in five runs, under DDP and the three stages, and collects their losses.",
     )
     parser.add_argument("folder", type=Path, help="a new folder, in which each run gets a folder")
-    parser.add_argument("--ranks", type=int, default=2, help="the number of ranks (default 2)")
     parser.add_argument("--preset", default="tiny", help="the size of the GPT (default tiny)")
     parser.add_argument("--steps", type=int, default=400, help="the number of training steps of a run (default 400)")
     parser.add_argument("--json", type=Path, help="also write the losses to this file, as JSON")
@@ -130,10 +114,10 @@ def main(argv: list[str] | None = None) -> None:
         "--save-every",
         str(options.steps // SAVES),
     ]
-    results = json_file.about(torch.device("cpu")) | {"ranks": options.ranks, "runs": {}}
+    results = json_file.about(torch.device("cpu")) | {"ranks": RANKS, "runs": {}}
     results |= {"preset": options.preset, "steps": options.steps}
     results["command"] = f"python -m zerolab.measure.curves {' '.join(map(str, sys.argv[1:]))}"
-    for name, commands in runs(options.ranks, train_with).items():
+    for name, commands in runs(train_with).items():
         folder = options.folder.resolve() / re.sub(r"\W+", "-", name.lower())
         results["runs"][name] = run(name, commands, folder, options.steps)
         json_file.write(options.json, results, whole=False)

@@ -16,7 +16,6 @@ from zerolab.measure.dry_run import row_of
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.measure.gpus import CONTEXT_BYTES, GAPS, fits_on, needed_bytes
 from zerolab.measure.ledger import PARTS
-from zerolab.measure.traffic import KINDS
 from zerolab.run import engines as registry
 from zerolab.run import json_file, micro_batches, process_group
 from zerolab.run.model import number_of_parameters, preset
@@ -95,7 +94,7 @@ def all_tables(results: dict) -> str:
     lines += ["", f"At the worst moment of the step, {unit}:", *peak_table(ran, size)]
     lines += state_table(ran, unit, size)
     share = f"Ψ times (N-1)/N = {results['ranks'] - 1}/{results['ranks']}"
-    lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}), and in how many collectives:"]
+    lines += ["", f"Sent by one rank in the step, {unit} (elements: {share}):"]
     lines += sent_table(ran, parameters * (results["ranks"] - 1) / results["ranks"], size)
     lines += ["", registry.who_trained(results["engines"], dtype=registry.DTYPES[results["dtype"]])]
     return "\n".join(lines)
@@ -156,23 +155,13 @@ def state_table(engines: dict[str, dict], unit: str, size: float) -> list[str]:
 
 
 def sent_table(engines: dict[str, dict], share: float, size: float) -> list[str]:
-    """Traffic by kind of collective. `share` is Ψ (N-1)/N, in elements."""
-    used = set().union(*(row["sent"] for row in engines.values()))
-    kinds = [kind for kind in KINDS if kind in used]
-    rows = [["engine", "together", *kinds]]
+    """Traffic. `share` is Ψ (N-1)/N, in elements."""
+    rows = [["engine", "sent", "elements", "collectives"]]
     for name, row in engines.items():
-        together = {"bytes": row["sent_bytes"], "elements": row["sent_elements"]}
-        together["count"] = sum(one["count"] for one in row["sent"].values())
-        cells = [together, *(row["sent"].get(kind) for kind in kinds)]
-        rows.append([name, *(_sent_cell(one, share, size) for one in cells)])
+        times = f"{row['sent_elements'] / share:.3f} Ψ" if share else "-"
+        count = sum(one["count"] for one in row["sent"].values())
+        rows.append([name, f"{row['sent_bytes'] / size:.3f}", times, f"{count}"])
     return tables.text(rows, rule=False)
-
-
-def _sent_cell(one: dict | None, share: float, size: float) -> str:
-    if not one or not one["count"]:
-        return "-"
-    times = f" ({one['elements'] / share:.3f} Ψ)" if share else ""
-    return f"{one['bytes'] / size:.3f}{times} in {one['count']}"
 
 
 def gpu_lines(engines: dict[str, dict]) -> list[str]:
