@@ -49,7 +49,7 @@ from zerolab.run.data import Batches, load_text
 from zerolab.run.engines import DTYPES, ENGINES, build
 from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import World
-from zerolab.run.progress import Progress, with_progress
+from zerolab.run.progress import with_progress
 from zerolab.run.recompute import checkpoint_blocks
 from zerolab.run.shared_options import check_world_size
 
@@ -80,18 +80,15 @@ class Referee:
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
         self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
-        self.progress = Progress(options.steps * len(options.engines), shown=world.rank == 0)  # of the second pass
 
     def compare(self) -> dict[str, dict]:
         """The first and the second pass. Returns {engine: its run}."""
         torch.use_deterministic_algorithms(self.world.device.type != "cpu")  # CUDA adds atomically in some backwards
         differences = self.prove()
         runs = {}
-        for index, name in enumerate(self.options.engines, 1):
-            self.progress.show(f"[{index}/{len(self.options.engines)}] training pass: {name}")
+        for name in with_progress(self.options.engines, "training pass", self.world.rank == 0):
             runs[name] = {"float64_difference": differences[name], **self.train(name)}
         torch.use_deterministic_algorithms(False)
-        self.progress.clear()
         self.judge(runs)
         return runs
 
@@ -177,10 +174,8 @@ class Referee:
                     # The ledger counts only storages that are made, or viewed, while it is open. The batch is copied
                     # here, so that it counts once for every engine, whether or not the engine uses views of it.
                     losses.append(self.step(engine, [part.clone() for part in batch]))
-                self.progress.advance()
         for step in range(WATCHED, self.options.steps):
             losses.append(self.step(engine, batches[step]))
-            self.progress.advance()
         return losses, seen
 
     def judge(self, runs: dict[str, dict]) -> None:

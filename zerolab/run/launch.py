@@ -371,16 +371,6 @@ def html(python: str, folder: Path) -> int:
     return 0
 
 
-def check_html(words: list[str]) -> None:
-    """Raise ValueError if `notebooks --html [FOLDER]` has more arguments, and OSError if FOLDER cannot be created."""
-    if words[:1] != ["--html"]:
-        return
-    if len(words) > 2 or any(word.startswith("-") for word in words[1:]):
-        raise ValueError(f"--html must be followed by at most one folder, got {' '.join(words[1:])!r}")
-    if len(words) == 2:
-        Path(words[1]).mkdir(parents=True, exist_ok=True)
-
-
 @one_line(ValueError, OSError)
 def main(argv: list[str]) -> int:
     if not argv:
@@ -391,7 +381,6 @@ def main(argv: list[str]) -> int:
         return 0
     check_command(command)
     if command == "notebooks":
-        check_html(words)
         return notebooks(environment(command), words)
     if command == "test":
         test(environment(command), words)
