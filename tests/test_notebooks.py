@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from zerolab.engine import accelerator
-from zerolab.run import launch
 from zerolab.run.ranks import ROOT
 from zerolab.teach import anywhere, notebook, quiz, watch_page
 
@@ -202,22 +201,3 @@ def test_what_a_traced_step_does_is_counted():
         once |= {(1, "all-gather", unit), (2, "all-gather", unit), (2, "reduce-scatter", unit)}
     assert {event: times for event, times in found.items() if event[0]} == dict.fromkeys(once, 1)
     assert notebook.sent("sent in this step: 10 elements = 1.500 Ψ x (N-1)/N, with N = 2") == 1.5
-
-
-# The command.
-
-
-def test_launch_sh_makes_html_copies(tmp_path, monkeypatch):
-    """nbconvert executes and writes. Then the pages link to each other, and to the project's files."""
-    lines = []
-
-    def run(line, **options):
-        lines.append(line)
-        return subprocess.CompletedProcess(line, 0)
-
-    (tmp_path / "01_a.html").write_text('<a href="02b_c.ipynb">next</a> <a href="../zero1.py">the chapter</a>')
-    monkeypatch.setattr(launch.subprocess, "run", run)
-    assert launch.html("python", tmp_path) == 0
-    assert lines[0][:5] == ["python", "-m", "nbconvert", "--to", "html"] and set(map(str, FILES)) <= set(lines[0])
-    expected = f'<a href="02b_c.html">next</a> <a href="{ROOT.as_uri()}/zero1.py">the chapter</a>'
-    assert (tmp_path / "01_a.html").read_text() == expected

@@ -31,8 +31,7 @@ Learn
 ./launch.sh zero1|zero2|zero3 [N]  trains with one ZeRO stage, and prints a step
                                    event by event
 ./launch.sh articles               tests the claims of five articles
-./launch.sh notebooks              opens the notebooks in JupyterLab; with
-                                   --html [FOLDER] writes HTML pages instead
+./launch.sh notebooks              opens the notebooks in JupyterLab
 ./launch.sh exercise NAME          writes an exercise to exercises/NAME.py
 ./launch.sh check NAME [N]         tests your exercise; with --hint prints a hint
 ./launch.sh bug [NUMBER [N]]       lists the bugs of the museum, or runs one
@@ -342,33 +341,16 @@ def test(python: str, words: list[str]) -> None:
 
 
 def has_jupyter(python: str) -> bool:
-    looks = [python, "-c", "import jupyterlab, nbconvert, ipykernel"]
+    looks = [python, "-c", "import jupyterlab, ipykernel"]
     return subprocess.run(looks, capture_output=True).returncode == 0
 
 
-def notebooks(python: str, words: list[str]) -> int:
+def notebooks(python: str, words: list[str]) -> None:
     if not has_jupyter(python):
         raise ValueError(f"this Python has no Jupyter. Install it: {python} -m pip install jupyter")
-    if words[:1] == ["--html"]:
-        return html(python, Path(words[1]) if len(words) > 1 else ROOT / "notebooks" / "html")
     if os.getuid() == 0:  # as in most containers; Jupyter asks for it
         words = ["--allow-root", *words]
     replace_by(python, "-m", "jupyterlab", f"--notebook-dir={ROOT / 'notebooks'}", *words)
-    return 0
-
-
-def html(python: str, folder: Path) -> int:
-    """Execute the notebooks, and write them to the folder as HTML pages."""
-    folder = folder.resolve()
-    files = sorted(map(str, ROOT.glob("notebooks/*.ipynb")))
-    convert = [python, "-m", "nbconvert", "--to", "html", "--execute", "--output-dir", str(folder), *files]
-    if subprocess.run(convert).returncode:
-        raise ValueError(f"a cell has failed, see above. The output in {folder} is not complete")
-    for page in folder.glob("*.html"):  # links to other notebooks become links to pages; links to files must still work
-        text = re.sub(r'href="([0-9]{2}[a-z]?_[a-z0-9_]+)\.ipynb"', r'href="\1.html"', page.read_text())
-        page.write_text(text.replace('href="../', f'href="{ROOT.as_uri()}/'))
-    print(f"written: {folder}")
-    return 0
 
 
 @one_line(ValueError, OSError)
@@ -381,7 +363,7 @@ def main(argv: list[str]) -> int:
         return 0
     check_command(command)
     if command == "notebooks":
-        return notebooks(environment(command), words)
+        notebooks(environment(command), words)
     if command == "test":
         test(environment(command), words)
     program = COMMANDS[command]
