@@ -148,26 +148,15 @@ class _OfAFile(Looped):
 def where(error: BaseException, path: str) -> str:
     """One line: the last line of the file that the error came through, and its message."""
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    lines = [error.lineno] if isinstance(error, SyntaxError) and error.lineno else _lines_in(error, path)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if is_in(frame, path)]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
     at = f", line {lines[-1]}" if lines else ""
     return f"{Path(path).name}{at}: {message}"
 
 
-def _lines_in(error: BaseException, path: str) -> list[int]:
-    """The lines of the file that the error came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame.lineno for frame in frames if _is(frame, path)]
-
-
-def _is(frame: traceback.FrameSummary, path: str) -> bool:
+def is_in(frame: traceback.FrameSummary, path: str) -> bool:
     return Path(frame.filename).resolve() == Path(path).resolve()
-
-
-def _traceback_from(error: BaseException, path: str) -> str:
-    """The part of the traceback that begins in the file: what called it is not the user's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next(index for index, frame in enumerate(frames) if _is(frame, path))
-    return "".join(traceback.format_list(frames[first:])).rstrip("\n")
 
 
 @contextlib.contextmanager
@@ -176,7 +165,10 @@ def named_in_errors():
     try:
         yield
     except (Exception, SystemExit) as error:
-        for engine in ENGINES.values():
-            if engine.file and _lines_in(error, engine.file):
-                raise RuntimeError(f"{where(error, engine.file)}\n{_traceback_from(error, engine.file)}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        for file in filter(None, (engine.file for engine in ENGINES.values())):
+            inside = [is_in(frame, file) for frame in frames]
+            if any(inside):
+                own = traceback.format_list(frames[inside.index(True) :])  # what called the file is not the user's
+                raise RuntimeError(f"{where(error, file)}\n{''.join(own)}".rstrip("\n")) from error
         raise
