@@ -79,7 +79,7 @@ class Referee:
     def __init__(self, options: argparse.Namespace, text: torch.Tensor, world: World):
         self.options, self.text, self.world = options, text, world
         self.dtype = DTYPES[options.dtype]
-        self.batches = Batches(text, options.batch, options.seq, options.seed, world.device)
+        self.batches = Batches(text, options.batch, options.seq, 0, world.device)
 
     def compare(self) -> dict[str, dict]:
         """The first and the second pass. Returns {engine: its run}."""
@@ -96,11 +96,11 @@ class Referee:
 
     def build(self, name: str):
         """The engine `name` around a model. The weights are the same for every engine."""
-        model = GPT(preset(self.options.preset), self.options.seed).to(self.world.device)
+        model = GPT(preset(self.options.preset)).to(self.world.device)
         if self.options.checkpoint_activations:
             checkpoint_blocks(model, casts=self.dtype is not None and ENGINES[name].casts)
         # `fused`, because AdamW's default on CUDA allocates temporary tensors as large as the parameters.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.options.lr, fused=self.world.device.type != "cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self.world.device.type != "cpu")
         return build(name, model, optimizer, self.world.device, dtype=self.dtype)
 
     def step(self, engine, batch) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Referee:
         """{engine: the largest difference between its float64 losses and one process's, or None if not tested}."""
         options = self.options
         config, recomputed = preset(options.preset), options.checkpoint_activations
-        small = proof.Proof(config, self.text, options.seed, options.accumulate, recomputed, self.world)
+        small = proof.Proof(config, self.text, options.accumulate, recomputed, self.world)
         differences = {}
         for name in with_progress(options.engines, "float64 pass", self.world.rank == 0):
             asked = name != "single" and ENGINES[name].float64  # the others are compared with `single`
@@ -231,7 +231,7 @@ def reference(runs: dict[str, dict]) -> str:
 @engine_file.named_in_errors()
 def main() -> None:
     options = arguments()
-    text = load_text(options.data, options.seq)
+    text = load_text(None, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     world = process_group.start(options.backend, options.device)
     check_world_size(options, world.world_size)

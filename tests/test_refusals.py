@@ -21,7 +21,7 @@ MISTAKES = {
     "compare --seq 4096": "4096",
     "compare --accumulate 3": "--batch must be a multiple of --accumulate 3, but it is 4",
     "compare --json {files}": "cannot write --json '{files}': Is a directory",
-    "compare --data /etc": "--data: no such file: /etc",
+    "train zero1 --data /etc": "--data: no such file: /etc",
     "compare --engine-file README.md": "ends in .py",
     "compare 2 --slow-rank=2:0.1": "--slow-rank 2: the ranks are 0 to 1",
     "compare --slow-rank 1:0.1 --timed-steps 0": "--timed-steps 0 leaves none",

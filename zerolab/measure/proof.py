@@ -33,12 +33,10 @@ class Proof:
     `config` is the architecture of the model that is compared, whatever its size; the rest is as in that comparison.
     """
 
-    def __init__(
-        self, config: GPTConfig, text: torch.Tensor, seed: int, accumulate: int, recomputed: bool, world: World
-    ):
+    def __init__(self, config: GPTConfig, text: torch.Tensor, accumulate: int, recomputed: bool, world: World):
         self.config = replace(config, **SHAPE, kv_heads=None, ffn=None)
-        self.seed, self.accumulate, self.recomputed, self.world = seed, accumulate, recomputed, world
-        self.batches = Batches(text, BATCH * accumulate, self.config.seq, seed, world.device)
+        self.accumulate, self.recomputed, self.world = accumulate, recomputed, world
+        self.batches = Batches(text, BATCH * accumulate, self.config.seq, 0, world.device)
         self.expected = self._one_process()
 
     def difference(self, name: str, as_engine: bool = False) -> float:
@@ -62,7 +60,7 @@ class Proof:
         return torch.tensor(process_group.gathered(differences)).max().item()  # which keeps a NaN
 
     def _model(self) -> tuple[GPT, torch.optim.Optimizer]:
-        model = GPT(self.config, self.seed).to(self.world.device, torch.float64)
+        model = GPT(self.config).to(self.world.device, torch.float64)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
     def _one_process(self) -> list[float]:

@@ -17,7 +17,6 @@ from zerolab.run.shared_options import (
     add_preset,
     add_seq,
     add_steps,
-    add_training,
     check_batch,
     check_engines,
     check_seq,
@@ -59,7 +58,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_batch(parser, 4)
     add_accumulate(parser)
     add_checkpoint_activations(parser)
-    add_training(parser)
     parser.add_argument(
         "--slow-rank",
         type=rank_and_seconds,

@@ -12,7 +12,7 @@ from zerolab.run.model import number_of_parameters, preset
 from zerolab.run.process_group import World
 
 CONDITIONS = ("preset", "batch", "accumulate", "checkpoint_activations", "slow_rank", "seq", "steps", "timed_steps",
-              "seed", "dtype")  # fmt: skip
+              "dtype")  # fmt: skip
 PRECISION = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -37,7 +37,7 @@ def headline(about: dict, options: argparse.Namespace, world: World) -> str:
     return (
         f"{world.world_size} rank(s), {world.backend}, {world.device.type}: {world.why}\n"
         f"GPT {options.preset}: {about['parameters']:,} parameters; {options.batch} x {options.seq} tokens per rank "
-        f"and step{micro_batches.in_words(options)}{recomputed}, {options.steps} steps, AdamW lr {options.lr:g}, "
+        f"and step{micro_batches.in_words(options)}{recomputed}, {options.steps} steps, AdamW, "
         f"{precision}{tf32}"
     )
 

@@ -146,22 +146,6 @@ def add_dtype(parser) -> None:
     )
 
 
-def add_training(parser) -> None:
-    """The training text, the learning rate and the seed."""
-    parser.add_argument(
-        "--data",
-        type=existing_file,
-        metavar="FILE",
-        help="the file to train on; each byte is a token (default: the source code of Python's standard library)",
-    )
-    parser.add_argument(
-        "--lr", type=non_negative_float, default=1e-3, help="the learning rate of the optimizer (default 0.001)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the seed of the initial weights and of the batches (default 0)"
-    )
-
-
 def add_hardware(parser) -> None:
     backends = ("auto", "gloo", "nccl", "xccl")
     parser.add_argument(

@@ -13,8 +13,9 @@ from zerolab.run.shared_options import (
     add_hardware,
     add_preset,
     add_steps,
-    add_training,
+    existing_file,
     make_parser,
+    non_negative_float,
     positive_int,
 )
 
@@ -72,7 +73,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="also write the losses and learning rates to this folder, in the format of TensorBoard",
     )
-    add_training(parser)
+    parser.add_argument(
+        "--data",
+        type=existing_file,
+        metavar="FILE",
+        help="the file to train on; each byte is a token (default: the source code of Python's standard library)",
+    )
+    parser.add_argument(
+        "--lr", type=non_negative_float, default=1e-3, help="the learning rate of the optimizer (default 0.001)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the seed of the initial weights and of the batches (default 0)"
+    )
     add_hardware(parser)
     options = parser.parse_args(argv)
     if options.folder is None:
