@@ -412,25 +412,6 @@ def test_a_gpu_that_waits_for_a_slow_host_does_not_compute():
     assert (operations, seconds, first) == (4, 4.0, 0.125)
 
 
-def test_the_timeline_of_an_unsharded_engine():
-    engine = plain(two_layers())
-    wait = dist.Work.wait
-    with Timeline(engine) as timeline:
-        engine.training_step(torch.ones(10, 100), torch.ones(10, 100), squares)
-    assert dist.Work.wait is wait
-    steps = [span for span in timeline.spans if span.lane == "steps"]
-    assert [span.name for span in steps] == ["1 forward", "2 backward", "4 update the shard"]
-    assert all(a.end <= b.start for a, b in zip(steps, steps[1:]))
-    compute = [(span.step[:1], span.name) for span in timeline.spans if span.lane == "compute" and span.step]
-    forward = [("1", "0"), ("1", "1"), ("1", "2"), ("1", "root")]  # two layers, the activation between them, the loss
-    backward = [("2", "root"), ("2", "2"), ("2", "1"), ("2", "0")]
-    assert compute == [*forward, *backward, ("4", "optimizer")]
-    for span in timeline.spans:
-        inside = [step for step in steps if step.name == span.step]
-        assert span.start <= span.end and all(step.start <= span.start <= span.end <= step.end for step in inside)
-    assert not any(span.lane == "collectives" for span in timeline.spans)
-
-
 def test_the_trace_is_what_chrome_reads():
     """Spans that overlap have different threads, and times are microseconds. (The counters: tests/test_launch.py.)"""
     spans = [

@@ -22,10 +22,9 @@ import typed_commands
 from torch.distributed.run import parse_args
 
 import fsdp2_compare as referee
-from zerolab.run import launch, progress, torchrun
+from zerolab.run import launch, pool, progress, torchrun
 from zerolab.run import ranks as run_ranks
 from zerolab.run.engines import ENGINES
-from zerolab.run.pool import run_on_ranks
 from zerolab.run.process_group import World
 from zerolab.run.ranks import ROOT
 
@@ -361,41 +360,32 @@ def test_when_a_rank_dies_or_hangs_every_other_one_ends_with_an_error(tmp_path, 
         assert "Warning" not in other.stderr
 
 
-def collectives_of_work_alone(port: int) -> tuple[list[int], list[int]]:
-    """(numbers of collectives begun at each step of this rank, and when it meets the others again) in all passes."""
-    stepped, met = [], []
-    begun = dist.group.WORLD._get_sequence_number_for_group
-    step, meet = referee.Referee.step, referee.process_group.wait_for_rank_0
+def work_that_takes_longer_than_a_collective() -> None:
+    """`single` trains on rank 0 only, here with a first step that is longer than the group's timeout."""
+    step = referee.Referee.step
+    seconds = [6]
 
     def slow_step(self, engine, batch):
-        if not stepped:
-            time.sleep(1.5)  # the others ask the store for one second at a time
-        stepped.append(begun())
+        time.sleep(seconds.pop() if seconds else 0)
         return step(self, engine, batch)
-
-    def noted(world):
-        met.append(begun())
-        meet(world)
 
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
     with mock.patch.dict(os.environ, {"RANK": str(world.rank)}):  # so ranks do not check runs/
         options = referee.arguments(["--engines", "single", "--preset", "toy", "--steps", "1", "--timed-steps", "1"])
-    slow = mock.patch.object(referee.Referee, "step", slow_step)
-    # As under torchrun. The pool's own store, a file, ends a wait with another error.
-    store = dist.TCPStore("localhost", port, is_master=world.rank == 0, wait_for_workers=False)
-    served = mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store)
-    with slow, served, mock.patch.object(referee.process_group, "wait_for_rank_0", noted):
+    with mock.patch.object(referee.Referee, "step", slow_step):
         passes = referee.Referee(options, torch.zeros(100, dtype=torch.uint8), world)
         passes.time({"single": passes.train("single")})
-    return stepped, met
 
 
 @pytest.mark.long
 def test_rank_0_alone_may_take_longer_than_a_collective():
-    """`single`: the other ranks wait for it, and in no collective, which would end them after some time."""
-    (stepped, met), (nothing, waited) = run_on_ranks(2, collectives_of_work_alone, port=started.free_port())
-    assert nothing == [] and waited == met and len(met) >= 3
-    assert set(stepped) <= set(met)  # while rank 0 works, the others have begun no collective that it has not
+    """The other ranks wait for it, and in no collective, which would end them."""
+    own = pool.Pool(2, timeout=4)
+    own.timeout = pool.TIMEOUT  # of the whole function
+    try:
+        own.run(work_that_takes_longer_than_a_collective, (), {})
+    finally:
+        own.kill()
 
 
 @pytest.mark.long
@@ -411,8 +401,8 @@ def test_two_machines_on_loopback():
         environment["RDZV_ENDPOINT"] += f":{port}"
         return started.launch(*line[1].split(), "--preset", "toy", "--steps", "2", **environment)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(machine, lines)
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(machine, lines)
     for node, result in enumerate((first, second)):
         assert result.returncode == 0, result.stderr[-3000:]
         assert f"--nnodes 2 --node-rank {node} --rdzv-backend static --rdzv-endpoint localhost:{port}" in result.stdout
