@@ -167,8 +167,8 @@ def found_or_raised(run) -> list[str]:
         torch.cuda.synchronize()
 
 
-def loads_without_waiting(stage: str, of_a_checkpoint: bool) -> list[str]:
-    """Shards are overwritten while they are copied to the GPU, in ZeRO-3 for a forward, in others after a step."""
+def loads(stage: str, of_a_checkpoint: bool) -> list[str]:
+    """New weights while shards may be on their way to the GPU, in ZeRO-3 for a forward, in others after a step."""
     engine = built(engines.STAGES[stage], offload_policy=CPUOffloadPolicy())
     for step in range(3):
         if step == 2:
@@ -181,11 +181,10 @@ def loads_without_waiting(stage: str, of_a_checkpoint: bool) -> list[str]:
     if stage == "zero3":
         with torch.no_grad():
             loss_of(engine, 3)
-    with without_waiting("copies"):
-        if of_a_checkpoint:  # what `checkpoint.load` does when all has been read
-            loading.write_tensors(engine, values)
-        else:
-            engine.load_full_state_dict(state)
+    if of_a_checkpoint:  # what `checkpoint.load` does when all has been read
+        loading.write_tensors(engine, values)
+    else:
+        engine.load_full_state_dict(state)
     torch.cuda.synchronize()
     return findings.found()
 
