@@ -31,7 +31,6 @@ MISTAKES = {
     "memory 0": "N must be 1 to 1,000,000 ranks, got 0",
     "memory --preset 8b": "'8b'",
     "memory 64 --up-to 4": "--up-to 4 chooses the numbers of ranks",
-    "plan --out plans": "--out does nothing without --sweep",
     "report {files}": "{files}' is not empty",
     "conform zero9": "no engine 'zero9': did you mean zero",
     "conform fsdp1": "no engine 'fsdp1'",

@@ -1,5 +1,5 @@
-"""`./launch.sh plan`: predict how long a step takes on other hardware, from the events of the real engines.
+"""`./launch.sh plan`: predict the step time and the memory of a rank on GPUs, from the events of the real engines.
 
-`events`, `one_rank`, `recorder` and `repeat` find out what a step does. `hardware` and `replay` compute how long it
-takes. The other files use the result.
+`setup` builds an engine, `recorder` records what one rank of it does in a step (`events`), and `replay` computes how
+long that takes on the GPUs and networks of `hardware`. `page` compares predictions with published measurements.
 """

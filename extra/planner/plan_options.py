@@ -1,123 +1,96 @@
-"""The options of `./launch.sh plan`, with a one-line error for each that cannot work."""
+"""The options of `./launch.sh plan`."""
 
 import argparse
-import math
-import os
-from dataclasses import replace
 
-from extra.planner import parser
-from extra.planner.hardware import GPUS, Cluster
-from extra.planner.one_rank import ENGINES, Setup
-from zerolab.run.engines import ENGINES as REGISTRY
-from zerolab.run.model import GPTConfig, preset
+from extra.planner.hardware import GPUS, NETWORKS
+from zerolab.run.names import engines_of
+from zerolab.run.shared_options import (
+    ENGINE,
+    add_checkpoint_activations,
+    add_engines,
+    add_json,
+    add_preset,
+    add_seq,
+    check_engines,
+    check_writable,
+    make_parser,
+    non_negative_float,
+    positive_int,
+    split,
+)
 
-SHAPE = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
-WHOLE = (*SHAPE, "ranks", "ranks_per_node", "micro_batch", "accumulate")  # from 1 on
-ABOVE_0 = ("intra_GBps", "inter_GBps", "alpha_us", "bucket_mb", "efficiency")
+DESCRIPTION = f"""\
+Predicts the step time and the memory of engines on GPUs that you do not have, prints a
+table, and recommends an engine. Nothing is measured on these GPUs. Computation and
+gathered parameters are in bfloat16. {ENGINE}"""
+EXAMPLES = """\
+  ./launch.sh plan                     # 7B parameters on 64 H100; half a minute
+  ./launch.sh plan 128 --preset 70b --gpu a100 --checkpoint-activations
+  ./launch.sh plan 8 --layers 16 --width 2048 --heads 32 --kv-heads 8 --ffn 8192 --gated"""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `config` (the shape), `engines` and `left_out`. Raises ValueError if they cannot work."""
-    options = parser.arguments(argv)
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in given.keys() & {*WHOLE}:
-        if not 1 <= given[name] <= 10**6:
-            raise ValueError(f"{_flag(name)} must be from 1 to 1,000,000, got {given[name]}")
-    for name in given.keys() & {*ABOVE_0}:
-        if not (math.isfinite(given[name]) and given[name] > 0):
-            raise ValueError(f"{_flag(name)} must be more than 0, got {given[name]:g}")
-    if given.get("efficiency", 1) > 1:
-        raise ValueError(
-            f"--efficiency is a fraction of the GPU's peak, so it must be at most 1, got {options.efficiency:g}"
-        )
-    if options.prefetch < 0:
-        raise ValueError(f"--prefetch must be 0 or more, got {options.prefetch}")
-    if own := [name for name in ("alpha_us", "inter_GBps") if options.network and name in given]:
-        raise ValueError(f"{_flag(own[0])} {given[own[0]]:g} describes your own network, so "
-                         f"leave out --network {options.network}")  # fmt: skip
-    asked = [name for name in ("validate", "scale", "sweep") if getattr(options, name)]
-    if len(asked) > 1:
-        raise ValueError(f"--{asked[0]} and --{asked[1]} cannot be combined: leave out one of them")
-    if options.sweep:
-        try:
-            os.makedirs(options.out, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--out {options.out!r} must be a folder for the figures: {error.strerror}") from error
-    options.network = options.network or "infiniband"
-    options.engines = list(
-        dict.fromkeys(name.strip() for name in (options.engines or ",".join(ENGINES)).split(",") if name.strip())
+    parser = make_parser("plan [N]", DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "ranks", metavar="N", nargs="?", type=positive_int, default=64, help="the number of GPUs (default 64)"
     )
-    for name in options.engines or [""]:
-        _one_of("engines", name, ENGINES)
-    check_ranks(options.ranks, options.ranks_per_node)
-    options.left_out = None  # engines that are not planned, and why
-    if options.sweep != "ranks" and not (options.validate or options.scale):
-        asked, options.engines = options.engines, different(options.engines, options.ranks, options.ranks_per_node)
-        if options.engines != asked:
-            options.left_out = "hybrid is left out, because on one node it would be zero3"
-        if not options.engines:
-            raise ValueError(
-                f"--engines hybrid on one node (N = {options.ranks}, --ranks-per-node {options.ranks_per_node}) "
-                "would be zero3: use --engines zero3, or more ranks than a node has"
-            )
-    GPUS[options.gpu].flops(options.dtype)
-    options.config = _config(options)
+    add_preset(parser, "7b")
+    for name in ("layers", "width", "heads", "vocab"):
+        parser.add_argument(f"--{name}", type=positive_int, help=f"the model's {name} (default: the preset's)")
+    parser.add_argument(
+        "--kv-heads", type=positive_int, help="the number of heads for keys and values (default: the same as --heads)"
+    )
+    parser.add_argument(
+        "--ffn", type=positive_int, metavar="WIDTH", help="the width inside the MLP (default: 4 times --width)"
+    )
+    parser.add_argument("--gated", action="store_true", help="the MLPs have three weights instead of two, as in Llama")
+    parser.add_argument("--untied", action="store_true", help="the embedding and the head do not share their weight")
+    add_seq(parser)
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="the type of the GPUs (default h100)")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        default=8,
+        metavar="GPUS",
+        help="the number of GPUs in a node (default 8)",
+    )
+    parser.add_argument(
+        "--network", choices=NETWORKS, default="infiniband", help="the network between nodes (default infiniband)"
+    )
+    parser.add_argument(
+        "--inter-GBps",
+        type=non_negative_float,
+        metavar="GBPS",
+        help="the bandwidth that a ring of GPUs across nodes reaches, in GB/s (default: the network's, 350)",
+    )
+    add_engines(parser, engines_of("plan"))
+    parser.add_argument(
+        "--micro-batch",
+        type=positive_int,
+        default=1,
+        metavar="SEQUENCES",
+        help="the number of sequences that each rank trains on in one backward (default 1)",
+    )
+    parser.add_argument(
+        "--accumulate", type=positive_int, default=1, metavar="COUNT", help="the number of micro-batches (default 1)"
+    )
+    add_checkpoint_activations(parser)
+    parser.add_argument(
+        "--bucket-mb",
+        type=non_negative_float,
+        metavar="MIB",
+        help="the largest size of a bucket of ddp, zero1 and zero2 in MiB (default: the engine's)",
+    )
+    add_json(parser)
+    options = parser.parse_args(argv)
+    if options.ranks > 10**6:
+        parser.error(f"N must be at most 1,000,000 ranks, got {options.ranks}")
+    per_node = options.ranks_per_node
+    if options.ranks > per_node and options.ranks % per_node:
+        parser.error(f"N must be a multiple of --ranks-per-node {per_node}, or less than it, got {options.ranks}")
+    if options.inter_GBps == 0:
+        parser.error("--inter-GBps must be more than 0")
+    check_engines(parser, options, engines_of("plan"))
+    options.engines = list(engines_of("plan")) if options.engines is None else split(options.engines)
+    check_writable("--json", options.json)
     return options
-
-
-def different(engines: list[str], ranks: int, per_node: int) -> list[str]:
-    """The engines, without `hybrid` if all ranks are in one node, because it would be zero3 there."""
-    return [name for name in engines if not REGISTRY[name].rows or ranks > per_node]
-
-
-def check_ranks(ranks: int, per_node: int) -> None:
-    """Raise ValueError if the nodes would have different numbers of ranks."""
-    if ranks > per_node and ranks % per_node:
-        raise ValueError(
-            f"N = {ranks} ranks are not whole nodes of --ranks-per-node {per_node}: "
-            f"use {ranks // per_node * per_node} or {-(-ranks // per_node) * per_node} ranks"
-        )
-
-
-def _flag(name: str) -> str:
-    return "N" if name == "ranks" else f"--{name.replace('_', '-')}"
-
-
-def _one_of(name: str, value: str, known) -> None:
-    if value not in known:
-        raise ValueError(f"{_flag(name)} must be one of {', '.join(known)}, got {value!r}")
-
-
-def _config(options: argparse.Namespace) -> GPTConfig:
-    given = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
-    own = [name for name in given if name != "seq"]
-    if options.preset is not None or not own:
-        name = options.preset or "7b"
-        if own or options.gated or options.tied:
-            shown = own[0] if own else "gated" if options.gated else "tied"
-            raise ValueError(
-                f"{_flag(shown)} describes your own model: leave out --preset, and pass --layers, --width, "
-                "--heads, --vocab and --seq"
-            )
-        return replace(preset(name), **given)
-    if missing := [f"--{name}" for name in ("layers", "width", "heads", "vocab", "seq") if name not in given]:
-        raise ValueError(f"your own model also needs {', '.join(missing)}")
-    return GPTConfig(**given, gated=options.gated, tied=options.tied, bias=False)
-
-
-def setup_of(options: argparse.Namespace, engine: str, **changed) -> Setup:
-    """The `Setup` of one engine with these options; `changed` replaces fields of it."""
-    row = min(changed.get("ranks", options.ranks), options.ranks_per_node) if REGISTRY[engine].rows else None
-    made = Setup(
-        options.config, engine, options.ranks, options.dtype, options.micro_batch, options.accumulate,
-        recompute=options.checkpoint_activations, prefetch=options.prefetch, bucket_mb=options.bucket_mb, row=row,
-    )  # fmt: skip
-    return replace(made, **changed)
-
-
-def cluster_of(options: argparse.Namespace, **changed) -> Cluster:
-    """The `Cluster` of these options; `changed` replaces fields of it."""
-    made = Cluster(GPUS[options.gpu], options.ranks_per_node, options.intra_GBps, options.inter_GBps,
-                   options.efficiency, options.network,
-                   None if options.alpha_us is None else options.alpha_us * 1e-6)  # fmt: skip
-    return replace(made, **changed)

@@ -169,7 +169,7 @@ def gpu_lines(engines: dict[str, dict]) -> list[str]:
     lines = [
         "Which GPUs have room for it (GB of 10^9 bytes). Needed are the peak, "
         f"{GAPS:.0%} more for the allocator's gaps, and {CONTEXT_BYTES / 1e9:.0f} GB for CUDA and NCCL, as in "
-        "./launch.sh plan. While there is room, the allocator may reserve more, which plan predicts as well."
+        "./launch.sh plan. While there is room, the allocator may reserve more."
     ]
     for name, row in engines.items():
         if "out_of_memory" in row:

@@ -64,7 +64,6 @@ class Engine:
                  "bucket_mb" (MiB), "prefetch" (units), "engine" (True: no chapter), "whole" (parameters not to cut)
     sends        how many times Ψ (N-1)/N elements a rank sends in a step. None if nothing is known of it
     counterpart  the name of torch's own engine that does the same
-    rows         its ranks are rows that are copies of each other, which only the planner lays out
     casts        it computes in a low precision with plain casts of its weights (`MixedModule`)
     exact        on two ranks it adds the same two numbers as DDP and passes the same values to the same operations of
                  the optimizer, so its losses must equal DDP's to the bit
@@ -82,7 +81,6 @@ class Engine:
     shards: tuple[str, ...] = ()
     sends: int | None = None
     counterpart: str | None = None
-    rows: bool = False
     casts: bool = False
     exact: bool = True
     float64: bool = True
@@ -170,15 +168,6 @@ _ENTRIES = [
         sends=2,
         line="--",
         mark="^",
-    ),
-    Engine(
-        "hybrid",
-        "hybrid sharding (ZeRO-3 in each node)",
-        partial(stage, ZeRO3, ZeRO3Engine),
-        takes=("dtype", "mesh", "offload_policy", "prefetch", "engine"),
-        rows=True,
-        line="-.",
-        mark="P",
     ),
     Engine(
         "zero3",

@@ -107,7 +107,7 @@ COMMANDS = {
     "report": Command("zerolab.measure.report", "zerolab.measure.report_options"),
     "docs": Command("zerolab.teach.docs", "zerolab.teach.docs_options"),
     "watch": Command("extra.watch", "extra.watch.watch_options"),
-    "plan": Command("extra.planner", "extra.planner.parser"),
+    "plan": Command("extra.planner", "extra.planner.plan_options"),
 }
 OTHERS = ["notebooks", "test", "help"]  # main() starts them itself
 PYTEST = ["test", "conform", "check"]  # commands that run pytest
