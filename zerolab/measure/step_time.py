@@ -2,14 +2,12 @@
 
 Every moment of a rank's step belongs to exactly one of these, so their sum is the step:
 
-    compute     an operation of forward, backward or a reduction runs
-    optimizer   an operation of step 4 runs
-    host        no operation runs, and the rank waits for nothing: Python, autograd, the data. A GPU is idle meanwhile
-    waiting     the rank waits for a collective that another rank has not issued yet
-    exposed     the rank waits for a collective whose bytes are in flight: per kind of collective
+    own         the rank does its own work: it computes, updates, or runs Python and autograd between two operations
+    waiting     it waits for a collective that another rank has not issued yet
+    exposed     it waits for a collective whose bytes are in flight
 
-The first three are a rank's **own work**. A collective begins to move bytes when the last of its ranks has issued it.
-Bytes that move while this rank does its own work are **overlapped**: they cost no time.
+A collective begins to move bytes when the last of its ranks has issued it. Bytes that move while this rank does its own
+work are **overlapped**: they cost no time.
 
 `watch` measures steps, `divide` takes one step of one rank apart, `summary` makes it JSON, and `table` prints it. All
 ranks must be on one machine, because the timelines of several ranks are compared, and only there they share a clock.
@@ -17,7 +15,7 @@ ranks must be on one machine, because the timelines of several ranks are compare
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -25,62 +23,47 @@ import torch
 import torch.distributed as dist
 
 from zerolab.measure import tables
-from zerolab.measure.timeline import STEPS, Span, Timeline, Wait
+from zerolab.measure.timeline import Span, Timeline, Wait
 from zerolab.run.process_group import World, gathered
 from zerolab.run.progress import with_progress
 
-Interval = tuple[float, float]
-OWN = ("compute", "optimizer", "host")
-UPDATE = "4 update the shard"
-OPERATION = "operation"
+PARTS = ("own", "waiting", "exposed", "overlapped")
 WATCHED_STEPS = 5  # of each engine, or as many as are timed
 
 
-def divide(
-    start: float,
-    end: float,
-    operations: list[Interval],
-    updates: list[Interval],
-    waits: list[Wait],
-    collectives: list[Span],
-) -> dict:
-    """The step from `start` to `end` of one rank, in seconds: {"step", "compute", "optimizer", "host", "waiting",
-    "exposed": {kind: s}, "overlapped": {kind: s}, "told_late"}. All but the last two add up to "step". "told_late" has
-    the kinds whose end the backend reports only when somebody waits for them: their overlapped time is an upper limit.
+def divide(start: float, end: float, waits: list[Wait], collectives: list[Span]) -> dict:
+    """The step from `start` to `end` of one rank, in seconds: {"step", "own", "waiting", "exposed", "overlapped",
+    "told_late"}. Own work, waiting and exposed communication add up to "step".
 
-    `updates` are the times of step 4. All times are on one clock.
+    If `told_late`, the backend reports the end of a collective only when somebody waits for it. Then the overlapped
+    time is an upper limit. All times are on one clock.
     """
-    spent, exposed, overlapped = Counter(), Counter(), Counter()
+    spent = Counter()
     reached, going_on = start, []  # what is going on, in the order in which it began
-    for moment, begins, what in [*_changes(operations, updates, waits, collectives), (end, True, None)]:
+    for moment, begins, what in [*_changes(waits, collectives), (end, True, None)]:
         seconds = min(moment, end) - max(reached, start)
         if seconds > 0:
             awaited = next((each.collective for each in going_on if isinstance(each, Wait)), None)
-            moving = next((each for each in going_on if isinstance(each, Span)), None)
             if awaited is not None and reached < awaited.moves:
                 spent["waiting"] += seconds
             elif awaited in going_on:
-                exposed[awaited.name] += seconds
+                spent["exposed"] += seconds
             else:  # also when the collective has ended, and the host has not noticed yet
-                working = "optimizer" if UPDATE in going_on else "compute"
-                spent[working if OPERATION in going_on else "host"] += seconds
-                if moving is not None:  # two at a time count once, for the first
-                    overlapped[moving.name] += seconds
+                spent["own"] += seconds
+                if any(isinstance(each, Span) for each in going_on):
+                    spent["overlapped"] += seconds
         reached = moment
         if begins:
             going_on.append(what)
         else:
             going_on.remove(what)
-    late = {span.name for span in collectives if not span.end_known and span.start < end and span.end > start}
-    return {"step": end - start, **{part: spent[part] for part in (*OWN, "waiting")}, "exposed": dict(exposed),
-            "overlapped": dict(overlapped), "told_late": sorted(late)}  # fmt: skip
+    late = any(not span.end_known and span.start < end and span.end > start for span in collectives)
+    return {"step": end - start, **{part: spent[part] for part in PARTS}, "told_late": late}
 
 
-def _changes(operations, updates, waits, collectives) -> list[tuple]:
+def _changes(waits: list[Wait], collectives: list[Span]) -> list[tuple]:
     """(when, True if it begins or False if it ends, what) of everything, in order."""
-    intervals = [(OPERATION, *times) for times in operations]
-    intervals += [(UPDATE, *times) for times in updates]
-    intervals += [(wait, wait.start, wait.end) for wait in waits]
+    intervals = [(wait, wait.start, wait.end) for wait in waits]
     intervals += [(span, max(span.moves, span.start), span.end) for span in collectives]
     changes = []
     for what, start, stop in intervals:
@@ -130,23 +113,17 @@ def watch(
     issued = gathered([(span.ranks, span.start + shift) for span in timeline.collectives])
     for span, moment in zip(timeline.collectives, last_issues(issued, dist.get_rank())):
         span.moves = moment - shift
-    updates = [(span.start, span.end) for span in timeline.spans if span.lane == STEPS and span.name == UPDATE]
-    of_rank = timeline.operations, updates, timeline.waits, timeline.collectives
-    return gathered([divide(*step, *of_rank) for step in pairwise(map(timeline.seconds, marks))])
-
-
-def own_work(step: dict) -> float:
-    """Seconds of own work in a step: neither waiting nor exposed."""
-    return sum(step[part] for part in OWN)
+    steps = pairwise(map(timeline.seconds, marks))
+    return gathered([divide(start, end, timeline.waits, timeline.collectives) for start, end in steps])
 
 
 def summary(ranks: list[list[dict]]) -> dict:
     """What `watch` returns, as JSON: milliseconds, means over the steps, and which rank was the slowest.
 
-    {"steps": how many, "ranks": [{"rank", "step_ms", "own_ms", "compute_ms", "optimizer_ms", "host_ms", "waiting_ms",
-    "exposed_ms": {kind: ms}, "overlapped_ms": {kind: ms}, "told_late", "steps_own_ms": [each]}], "slowest_rank": the
-    one with the most own work, "slowest_in_steps": the steps, from 1 on, in which it was the slowest, "lead_ms": how
-    much more own work it did than the next one}. Medians over the steps decide. With one rank the last three are None.
+    {"steps": how many, "ranks": [{"rank", "step_ms", "own_ms", "waiting_ms", "exposed_ms", "overlapped_ms",
+    "told_late", "steps_own_ms": [each]}], "slowest_rank": the one with the most own work, "slowest_in_steps": the
+    steps, from 1 on, in which it was the slowest, "lead_ms": how much more own work it did than the next one}. Medians
+    over the steps decide. With one rank the last three are None.
     """
     rows = [_of_rank(rank, steps) for rank, steps in enumerate(ranks) if steps]
     found = {"steps": max(map(len, ranks)), "ranks": rows}
@@ -162,13 +139,10 @@ def summary(ranks: list[list[dict]]) -> dict:
 
 
 def _of_rank(rank: int, steps: list[dict]) -> dict:
-    row = {"rank": rank, "step_ms": _mean(step["step"] for step in steps), "own_ms": _mean(map(own_work, steps))}
-    row |= {f"{part}_ms": _mean(step[part] for step in steps) for part in (*OWN, "waiting")}
-    for which in ("exposed", "overlapped"):
-        kinds = set().union(*(step["exposed"] | step["overlapped"] for step in steps))
-        row[f"{which}_ms"] = {kind: _mean(step[which].get(kind, 0.0) for step in steps) for kind in sorted(kinds)}
-    row["told_late"] = sorted(set().union(*(step["told_late"] for step in steps)))
-    row["steps_own_ms"] = [round(own_work(step) * 1e3, 3) for step in steps]
+    row = {"rank": rank}
+    row |= {f"{part}_ms": round(1e3 * statistics.fmean(step[part] for step in steps), 3) for part in ("step", *PARTS)}
+    row["told_late"] = any(step["told_late"] for step in steps)
+    row["steps_own_ms"] = [round(1e3 * step["own"], 3) for step in steps]
     return row
 
 
@@ -176,10 +150,6 @@ def _leads(row: dict, rows: list[dict]) -> list[float]:
     """How many milliseconds of own work more than every other rank this rank did in each step (negative: fewer)."""
     others = [other["steps_own_ms"] for other in rows if other is not row]
     return [own - max(theirs) for own, *theirs in zip(row["steps_own_ms"], *others)]
-
-
-def _mean(seconds: Iterable[float]) -> float:
-    return round(statistics.fmean(seconds) * 1e3, 3)
 
 
 def break_down(
@@ -241,7 +211,7 @@ def _rank_rows(name: str, found: dict) -> list[dict[str, str]]:
     rows = []
     for rank in found["ranks"]:
         slowest = stands_out(found) and rank["rank"] == found["slowest_rank"]
-        exposed, overlapped = sum(rank["exposed_ms"].values()), sum(rank["overlapped_ms"].values())
+        exposed, overlapped = rank["exposed_ms"], rank["overlapped_ms"]
         least = "<=" if rank["told_late"] else ""
         rows.append({
             "engine": name,

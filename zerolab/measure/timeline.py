@@ -115,8 +115,8 @@ class Timeline(TorchDispatchMode):
     after each operation, and one where the collective ends. There an operation begins when the GPU has reached it *and*
     the host has launched it, because a GPU that waits for a slow host does not compute.
 
-    For zerolab/measure/step_time.py it also has, in the same seconds, `collectives` in the order of their issue,
-    `operations`, the (start, end) of each operation on the computing stream, and `waits`.
+    For zerolab/measure/step_time.py it also has, in the same seconds, `collectives` in the order of their issue, and
+    `waits`.
     """
 
     def __init__(self, engine=None, device: torch.device | None = None, listener: Listener | None = None):
@@ -132,8 +132,7 @@ class Timeline(TorchDispatchMode):
         self._computing: Span | None = None  # goes on until the rank waits or computes for another unit
         self._under_way: dict[int, tuple] = {}  # id of a collective's work -> (the work, its span)
         self.collectives: list[Span] = []
-        self.operations: list[tuple[float, float]] = []
-        self._ran: list[tuple] = []  # the same, as (when it was dispatched, start, end)
+        self._ran: list[tuple] = []  # (when it was dispatched, its end) of each operation on the computing stream
         self.waits: list[Wait] = []
         self._futures: list[tuple] = []  # (future, span) of collectives in flight
         self._stream = None  # on CUDA the computing stream
@@ -214,7 +213,7 @@ class Timeline(TorchDispatchMode):
             self.spans.append(last)
         last.end = self.now()
         if self._is_computing():
-            self._ran.append((start, started, last.end))
+            self._ran.append((start, last.end))
         return result
 
     def _is_computing(self) -> bool:
@@ -318,7 +317,6 @@ class Timeline(TorchDispatchMode):
         for each in (*self.spans, *self.waits):
             stop = end if each.end is None else each.end  # there was no wait for it inside the `with`
             each.start, each.end = self._interval(each.start, stop)
-        self.operations = [self._interval(started, end) for _, started, end in self._ran]
         self._find_waits()
         for several in (self.spans, self.waits):
             several.sort(key=lambda each: each.start)
@@ -333,7 +331,7 @@ class Timeline(TorchDispatchMode):
         """
         known = {wait.collective.number for wait in self.waits}
         slack = 5e-5 if self._gpu else 0.0  # a collective's end is recorded on another stream, a moment later
-        ran = [self._interval(dispatched, end) for dispatched, _, end in self._ran]
+        ran = [self._interval(dispatched, end) for dispatched, end in self._ran]
         reached = 0.0  # the end of the last wait: several collectives may end in one gap
         for span in sorted(self.collectives, key=lambda span: span.end):
             place = bisect.bisect_left(ran, (span.end - slack,))
