@@ -126,6 +126,7 @@ def crash_file(folder, rank):
 def serve(rank, ranks, timeout, folder, pipe):
     """The program of a rank: call the functions that arrive in the pipe, until it closes."""
     faulthandler.enable(open(crash_file(folder, rank), "w"))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the process that started the ranks ends them
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does: DeepSpeed reads it
     dist.init_process_group(

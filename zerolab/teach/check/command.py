@@ -46,6 +46,7 @@ class Lines:
     def pytest_collectreport(self, report):
         if report.failed:  # a mistake in the tests themselves
             print(report.longreprtext)
+            pytest.exit("the tests cannot be imported", returncode=pytest.ExitCode.USAGE_ERROR)
 
     def pytest_runtest_setup(self, item):
         if self.verdicts.setdefault(title_of(item), PASSED) != PASSED:
@@ -109,8 +110,10 @@ def run_tests(file: Path, options: argparse.Namespace, *more: str) -> dict[str, 
     command += ["--seconds", str(options.seconds), *([] if options.ranks is None else ["--on", str(options.ranks)])]
     command += ["--rootdir", str(ROOT), "-s", "-p", "no:terminal", "-p", "no:cacheprovider", *more]
     status = pytest.main(command, plugins=[lines])
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise ValueError(f"the tests have not run to their end: pytest ended with {status!r}")
+        raise ValueError(f"the tests of {options.name} did not run: pytest ended with status {status}")
     return lines.verdicts
 
 
