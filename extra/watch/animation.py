@@ -5,12 +5,13 @@ import math
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 from extra.watch import chromium
 
 WIDTH, HEIGHT = 900, 700  # so narrow that the code is below the memory
 FRAMES = 60  # at most this many events
 COLOURS = 40
-SMALL = 1_000_000  # bytes
 # An animation shows the memory and the code. The rest of the page is hidden.
 TRIM = """
 const spare = "header label, nav, #scrub, #legend, #time, footer";
@@ -26,38 +27,21 @@ return watch.rec.events.map((e) => [e[1], e[2]]);
 """
 
 
-def check() -> None:
-    """Raise ValueError if there is no browser or no Pillow."""
-    if missing := chromium.missing():
-        raise ValueError(f"--gif needs a browser: {missing}")
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise ValueError("--gif needs Pillow, which comes with matplotlib: pip install pillow") from None
-
-
-def draw(page: str, file: Path, dark: bool = False) -> None:
-    """Write `page` (HTML), event by event, to the GIF `file`. Raises RuntimeError if it is larger than a megabyte."""
-    from PIL import Image
-
-    pictures = screenshots(page, dark)
+def draw(page: str, file: Path) -> None:
+    """Write `page` (HTML), event by event, to the GIF `file`."""
+    pictures = screenshots(page)
     durations = [milliseconds for _, milliseconds in pictures]
     durations[-1] = 3000
     frames = [Image.open(io.BytesIO(png)).convert("RGB") for png, _ in pictures]
     palette = common_palette(frames)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True, disposal=1)
-    size = file.stat().st_size
-    if size > SMALL:
-        raise RuntimeError(f"{file} has {size / 1e6:.2f} MB, more than 1: record fewer layers (--preset)")
 
 
-def screenshots(page: str, dark: bool) -> list[tuple[bytes, int]]:
+def screenshots(page: str) -> list[tuple[bytes, int]]:
     """[(PNG, milliseconds to show it)]: each event of the page, and two of a collective that moves."""
     found = []
-    theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     with tempfile.TemporaryDirectory() as folder, chromium.started(WIDTH, HEIGHT) as browser:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [theme]})
         html = Path(folder) / "page.html"
         html.write_text(page, encoding="utf-8")
         browser.get(html.as_uri())
@@ -80,8 +64,6 @@ def events_to_draw(events: list[tuple[int, str]]) -> list[int]:
 
 def common_palette(frames: list):
     """One palette for all frames, made from frames of the whole step, so that no frame loses colours."""
-    from PIL import Image
-
     some = frames[:: max(1, len(frames) // 8)]
     montage = Image.new("RGB", (WIDTH, some[0].height * len(some)))
     for place, frame in enumerate(some):

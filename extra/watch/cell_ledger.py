@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
 from extra.watch.rows_of_cells import Row, Stretch, rows_of
 from zerolab.measure.held import optimizer_of, tensor_leaves
 from zerolab.measure.ledger import GATHERED, GRADIENTS, IN_FLIGHT, OPTIMIZER, PARAMETERS, PartsLedger
 from zerolab.measure.timeline import Listener, Span
 
-COLUMNS = ("parameters", "gradients", "optimizer state")
 HELD, WHOLE = 0, 1  # two layers of a cell: what is kept, and whole buffers that come and go
 LAYERS = {PARAMETERS: (0, HELD), GATHERED: (0, WHOLE), GRADIENTS: (1, HELD), IN_FLIGHT: (1, WHOLE),
           OPTIMIZER: (2, HELD)}  # fmt: skip
@@ -20,14 +18,13 @@ LAYERS = {PARAMETERS: (0, HELD), GATHERED: (0, WHOLE), GRADIENTS: (1, HELD), IN_
 
 @dataclass
 class Change:
-    """From `moment` on (a value that `clock` returns) a layer of a row has a different number of bytes.
+    """From `moment` on a layer of a row has a different number of bytes.
 
-    `cells` are the bytes in each of the N cells. If the row of some state is not known, `row` is None and `cells` has
-    one number. `freed`: the last part of a whole buffer of `nbytes` was just freed.
+    `cells` are the bytes in each of the N cells. `freed`: the last part of a whole buffer of `nbytes` was just freed.
     """
 
-    moment: object
-    row: int | None
+    moment: float
+    row: int
     column: int
     layer: int
     cells: list[int]
@@ -44,25 +41,23 @@ class CellLedger(PartsLedger, Listener):
     before the recorded step, because DDP's buckets and the optimizer state exist only after a step. In the recorded
     step it is the listener of a `Timeline`, which reports the collectives.
 
-    `rows`: see `rows_of`. `collective_rows`: for each collective since `start_step`, in the order of issue, its row
-    or None.
+    `rows`: see `rows_of`. `collective_rows`: for each collective since `start_step`, in the order of issue, its row, or
+    -1 if it is not known.
     """
 
-    def __init__(self, engine=None, rank: int | None = None, ranks: int | None = None):
-        self.rank = dist.get_rank() if rank is None else rank
-        self.ranks = dist.get_world_size() if ranks is None else ranks
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
         self.rows: list[Row] = []
-        self.collective_rows: list[int | None] = []
+        self.collective_rows: list[int] = []
         self._together: dict[int, list] = {}  # DDP: storage of the gradients -> the parameters whose they are
         self._home: dict[int, tuple[Stretch, int]] = {}  # id of a parameter -> its stretch, and its index
         self._owner: dict[int, Stretch] = {}  # storage of a bucket's shard -> its stretch
         self._place: dict[int, tuple[Stretch, list[int]]] = {}  # number of a storage -> its stretch, weights of cells
         self._sent: set[int] = set()  # numbers of the storages that a reduction reads
-        super().__init__(engine)
+        super().__init__()
 
     def start_step(self, engine=None) -> None:
         self._place, self._home, self._owner, self._sent, self.collective_rows = {}, {}, {}, set(), []
-        engine = engine or self._engine
         if engine is not None:
             self.rows = rows_of(engine, self.ranks, self._buckets_of(engine))
             self._find_homes()
@@ -74,16 +69,16 @@ class CellLedger(PartsLedger, Listener):
         for event, (number, nbytes, *_, moment) in enumerate(self._events):
             part = self._part.get(number)
             before, sizes[number] = sizes.get(number, 0), nbytes
-            if part not in LAYERS:
+            if part not in LAYERS or number not in self._place:
                 continue
             column, layer = LAYERS[part]
-            stretch, weights = self._place.get(number, (None, [1]))
-            row = None if stretch is None else stretch.row
+            stretch, weights = self._place[number]
+            row = stretch.row
             total = totals.setdefault((row, column, layer), [0] * len(weights))
             for cell, (new, old) in enumerate(zip(_share(nbytes, weights), _share(before, weights))):
                 total[cell] += new - old
             freed = layer == WHOLE and not nbytes and (number in self._sent if column else not any(total))
-            yield Change(moment, row, column, layer, [*total], freed and row is not None, before, event)
+            yield Change(moment, row, column, layer, [*total], freed, before, event)
 
     # Where storages belong.
 
@@ -177,7 +172,7 @@ class CellLedger(PartsLedger, Listener):
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         *outputs, sent = tensors
         place = self.place_of(tensors)
-        self.collective_rows.append(None if place is None else place[0].row)
+        self.collective_rows.append(-1 if place is None else place[0].row)
         if collective.name == "reduce-scatter":
             self._sent.add(self._index.get(self.key(sent)))
         if place is None:

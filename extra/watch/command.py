@@ -15,76 +15,27 @@ from pathlib import Path
 
 import torch
 
-from extra.watch import animation, page, watch_options
+from extra.watch import chromium, page
 from extra.watch.merge_ranks import merge
 from extra.watch.record_rank import record
-from extra.watch.recordable import TITLES, Recordable, of_engine, of_exhibit
-from zerolab.run import engine_file, json_file, process_group, ranks
+from extra.watch.recordable import Recordable, of_engine, of_exhibit
+from extra.watch.watch_options import arguments
+from zerolab.run import json_file, process_group, ranks
 from zerolab.run.command_line import one_line
-from zerolab.run.engines import ENGINES
-from zerolab.run.enough_memory import refuse_too_large
-from zerolab.run.launch import default_ranks
-from zerolab.run.shared_options import check_writable
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    options = watch_options.arguments(argv)
-    settle(options)
-    return options
-
-
-def settle(options: argparse.Namespace) -> None:
-    """Fill in defaults. Raises ValueError for options that cannot work."""
-    settle_ranks(options)
-    if options.bug is not None:
-        of_exhibit(options.bug)  # raises ValueError for a bug that no step shows
-    for name in engine_file.enter(options.engine_file):
-        TITLES[name] = ENGINES[name].title
-    settle_files(options)
-
-
-def settle_ranks(options: argparse.Namespace) -> None:
-    gpus = process_group.count_gpus()
-    if options.ranks is None:
-        options.ranks = min(default_ranks(options.backend, options.device, gpus, 1), watch_options.MOST_RANKS)
-    options.ranks = int(options.ranks)
-    process_group.choose(options.backend, options.device, 0, options.ranks, gpus)
-
-
-def settle_files(options: argparse.Namespace) -> None:
-    if options.source is not None:
-        there = [recording["run"] for recording in page.recordings_of(options.source)]
-        if options.opens not in there:
-            raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
-    if options.out is None and not (options.source and options.gif):
-        options.out = f"watch-{options.opens}.html"
-    for name in ("out", "json", "gif"):
-        check_writable(f"--{name}", getattr(options, name))
-    if options.gif is not None:
-        if not options.gif.lower().endswith(".gif"):
-            raise ValueError(f"--gif must name a file that ends with .gif, got {options.gif!r}")
-        animation.check()
-
-
-def check_memory(options: argparse.Namespace) -> None:
-    """Raise ValueError if the ranks need more memory than is free. A bug's model is always small."""
-    device = process_group.choose(options.backend, options.device, 0, options.ranks, process_group.count_gpus())[1]
-    if options.bug is None and device == "cpu":
-        alone = argparse.Namespace(**vars(options), timed_steps=0)  # one engine is alive at a time
-        refuse_too_large(alone, options.names, options.ranks, options.ranks)
 
 
 def runs_of(options: argparse.Namespace) -> list[Recordable]:
-    return [of_engine(name, options) for name in options.names] if options.bug is None else of_exhibit(options.bug)
+    """Raises ValueError for a bug that no step shows."""
+    if options.bug is not None:
+        return of_exhibit(options.bug)
+    return [of_engine(name, options.preset) for name in options.names]
 
 
-@engine_file.named_in_errors()
 def on_ranks(options: argparse.Namespace, folder: Path) -> None:
     """The program of every rank: make one recording after the other, and write each into the folder."""
-    device = "cpu" if options.bug is not None else options.device  # as the museum
-    world = process_group.start("gloo" if options.bug is not None else options.backend, device)
+    world = process_group.start("gloo", "cpu")
     for run in runs_of(options):
-        seen = record(run, world, options.tries)
+        seen = record(run, world)
         seen["about"] = {**run.about, "hardware": process_group.hardware(world.device), "torch": torch.__version__}
         json_file.write_whole(file_of(folder, run.name, world.rank), json.dumps(seen))
         world.print(f"recorded: {run.title}")
@@ -134,22 +85,25 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.on_ranks:
         process_group.run(partial(on_ranks, options, Path(options.on_ranks)))
-    recordings = page.recordings_of(options.source) if options.source else None
-    if recordings is None:
-        check_memory(options)
+    if options.gif and (missing := chromium.missing()):
+        raise ValueError(f"--gif needs a browser: {missing}")
+    if options.source:
+        recordings = page.recordings_of(options.source)
+        if options.opens not in [recording["run"] for recording in recordings]:
+            raise ValueError(f"--from {options.source!r} has no recording of {options.opens!r}")
+    else:
         several = len(runs_of(options))
         hint = f" (about a minute; --engines {options.opens} records one)" if several > 2 else ""
         print(f"recording {several} engines on {options.ranks} ranks{hint}", flush=True)
         recordings = record_all(options, argv)
-    json_file.write(options.json, recordings, indent=None)
+    text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
     if options.out:
-        text = page.build(recordings, options.opens, beside="" if options.bug is None else "right")
-        done = "replaced" if Path(options.out).exists() else "written"
         Path(options.out).write_text(text, encoding="utf-8")
-        size = f"{len(text.encode()) / 1e3:.0f} kB"
-        print(f"{done}: {Path(options.out).resolve()} ({size}; a double click opens it)")
+        print(f"written: {Path(options.out).resolve()} (a double click opens it)")
     if options.gif:
+        from extra.watch import animation  # only here, because it imports Pillow
+
         print("drawing the animation")
-        animation.draw(page.build(recordings, options.opens), Path(options.gif), options.dark)
+        animation.draw(text, Path(options.gif))
         print(f"written: {Path(options.gif).resolve()} ({Path(options.gif).stat().st_size / 1e3:.0f} kB)")
     return 0

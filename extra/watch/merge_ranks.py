@@ -6,7 +6,6 @@ The page computes everything that it shows from it.
 from bisect import bisect_left
 
 from extra.watch.blocks import FILES, Block, blocks_of, innermost
-from extra.watch.weight_versions import versions_by_cell
 from zerolab.measure.ledger import PARTS
 from zerolab.measure.traffic import sent_bytes
 
@@ -20,9 +19,7 @@ collectives          {kind, row, nbytes: of the whole buffer, step, issued: [of 
 work                 [rank, unit, step, begins, ends]: a rank computes
 waits                [rank, begins, ends, collective]: a rank cannot go on without it
 changes              [time, rank, row, column, layer, cells]: bytes from now on, a number if all cells have the same.
-                     column 0 parameters, 1 gradients, 2 optimizer state; layer 0 is kept, 1 comes and goes.
-                     Row -1 are bytes of state that belong to no row
-versions             [time, rank, row, layer, versions]: 0 the weights before the update, 1 after it, -1 neither
+                     column 0 parameters, 1 gradients, 2 optimizer state; layer 0 is kept, 1 comes and goes
 live                 for each rank [time, part, bytes from now on, part, bytes ...]: from the memory ledger
 events               [time, rank, what, subject, more]; `what` is
                        step      subject: "2 backward"
@@ -49,18 +46,11 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
     def at(seconds: float) -> int:
         return max(0, round((seconds - origin) * 1e6))
 
-    with_labels, changes, work, waits, looks, updates = [], [], [], [], [], []
-    for seen in ranks:
-        with_labels += _events(seen, at)
+    with_labels = [pair for seen in ranks for pair in _events(seen, at)]
     with_labels.sort(key=lambda pair: pair[0][:2])
     events = [event for event, _ in with_labels]
     times = [event[0] for event in events]
-    for seen in ranks:
-        changes += _changes(seen, at, times)
-        work += _work(seen, at)
-        waits += _waits(seen, at)
-        looks.append(_looks(seen, at))
-        updates.append(None if seen["updated"] is None else at(seen["updated"]))
+    changes = [change for seen in ranks for change in _changes(seen, at, times)]
     return {
         "run": run,
         "title": title,
@@ -72,10 +62,9 @@ def merge(ranks: list[dict], run: str, title: str, about: dict) -> dict:
         "units": ranks[0]["units"],
         "sent": [_sent(seen) for seen in ranks],
         "collectives": _collectives(ranks, at),
-        "work": work,
-        "waits": waits,
+        "work": [line for seen in ranks for line in _work(seen, at)],
+        "waits": [line for seen in ranks for line in _waits(seen, at)],
         "changes": sorted(changes, key=lambda change: change[0]),
-        "versions": _versions(versions_by_cell(looks, updates)),
         "live": [_live(seen, at, times) for seen in ranks],
         "events": events,
         **_code(blocks_of(ranks[0]["chapter"]), [labels for _, labels in with_labels]),
@@ -97,14 +86,6 @@ def _waits(seen: dict, at) -> list[list]:
     return [wait for wait in found if wait[2] > wait[1]]
 
 
-def _looks(seen: dict, at) -> list[tuple]:
-    """The looks at the weights. JSON has made the cells' indexes strings."""
-    found = []
-    for moment, row, layer, cells in seen["versions"]:
-        found.append((at(moment), row, layer, {int(cell): checksum for cell, checksum in cells.items()}))
-    return found
-
-
 def _collectives(ranks: list[dict], at) -> list[dict]:
     """A collective carries no name: the k-th one of this rank meets the k-th one of every other rank."""
     found = []
@@ -112,7 +93,7 @@ def _collectives(ranks: list[dict], at) -> list[dict]:
         of = [seen["collectives"][index] if index < len(seen["collectives"]) else None for seen in ranks]
         kind, row, nbytes, step, *_ = next(each for each in of if each is not None)
         found.append({
-            "kind": kind, "row": -1 if row is None else row, "nbytes": nbytes, "step": step,
+            "kind": kind, "row": row, "nbytes": nbytes, "step": step,
             "issued": [None if each is None else at(each[4]) for each in of],
             "ended": [None if each is None else at(each[5]) for each in of],
         })  # fmt: skip
@@ -131,13 +112,13 @@ def _events(seen: dict, at) -> list[tuple[list, list]]:
         ([at(begins), rank, "compute", unit, PHASES[step[:1]]], labels)
         for begins, unit, step, labels in seen["computations"]
     ]
-    for index, (_, _, _, _, begins, ends, _, _, issued, ended) in enumerate(seen["collectives"]):
+    for index, (_, _, _, _, begins, ends, _, issued, ended) in enumerate(seen["collectives"]):
         events.append(([at(begins), rank, "issue", index], issued))
         if not seen["error"] or ends < seen["ends"]:
             waited = any(which == index and start <= ends <= stop for start, stop, which in seen["waits"])
             events.append(([at(ends), rank, "end", index, int(waited)], ended if waited else []))
     for moment, row, column, _, _, freed, nbytes, labels in seen["changes"]:
-        if freed and moment:
+        if freed:
             events.append(([at(moment), rank, "free", row, [column, nbytes]], labels))
     if seen["updated"] is not None:
         events.append(([at(seen["updated"]), rank, "updated"], seen["updated_under"]))
@@ -161,7 +142,7 @@ def _changes(seen: dict, at, times: list[int]) -> list[list]:
     """The last of the changes between two events, because the page cannot stop between them."""
     last = {}
     for moment, row, column, layer, cells, *_ in seen["changes"]:
-        moment, row = at(moment), -1 if row is None else row
+        moment = at(moment)
         last[bisect_left(times, moment), row, column, layer] = (moment, cells)
     found, now = [], {}
     for (_, *key), (moment, cells) in sorted(last.items(), key=lambda item: item[0][0]):
@@ -176,28 +157,20 @@ def _short(cells: list[int]) -> int | list[int]:
 
 
 def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
-    """The ledger's bytes at every event, and at the highest moment between two events."""
-    slots: dict[int, list] = {}
+    """The ledger's bytes at every event, and at the highest moment between two events, as changes of the parts."""
+    slots: dict[int, list] = {}  # index of the next event -> the highest point since the last one, and the last point
     for moment, parts in seen["live"]:
-        moment = at(moment)
-        slot = slots.setdefault(bisect_left(times, moment), [])
-        point = (moment, parts, sum(parts.values()))
-        if not slot or point[2] > slot[0][2]:
-            slot[:] = [point, point]
-        else:
-            slot[1:] = [point]
-    found, now = [], dict.fromkeys(PARTS, 0)
-    most = max((slot[0][2] for slot in slots.values()), default=0)
-    for _, (highest, last) in sorted(slots.items()):
-        keep = highest[2] - max(last[2], sum(now.values())) > most / 100 or highest[2] == most
-        for moment, parts, _ in (highest, last) if keep else (last,):
-            changed = []
-            for number, part in enumerate(PARTS):
-                if parts.get(part, 0) != now[part]:
-                    changed += [number, parts.get(part, 0)]
-            now = {part: parts.get(part, 0) for part in PARTS}
-            if changed:
-                found.append([moment, *changed])
+        point = at(moment), [parts.get(part, 0) for part in PARTS]
+        slot = slots.setdefault(bisect_left(times, point[0]), [point, point])
+        slot[1] = point
+        if sum(point[1]) > sum(slot[0][1]):
+            slot[0] = point
+    found, now = [], [0] * len(PARTS)
+    for moment, parts in (point for _, slot in sorted(slots.items()) for point in slot):
+        changed = [value for pair in enumerate(parts) if pair[1] != now[pair[0]] for value in pair]
+        if changed:
+            found.append([moment, *changed])
+        now = parts
     return found
 
 
@@ -210,18 +183,6 @@ def _joined(work: list) -> list[list]:
         else:
             found.append([unit, step, begins, ends])
     return found
-
-
-def _versions(looks: list[list[tuple]]) -> list[list]:
-    """The changes of version, by time."""
-    found = []
-    for rank, mine in enumerate(looks):
-        now = {}
-        for moment, row, layer, cells in mine:
-            if now.get((row, layer)) != cells:
-                now[row, layer] = cells
-                found.append([moment, rank, row, layer, _short(cells)])
-    return sorted(found, key=lambda look: look[0])
 
 
 def _rows(ranks: list[dict], changes: list[list]) -> list[dict]:

@@ -19,7 +19,7 @@ def build(recordings: list[dict], run: str = "", event: int = 1, beside: str = "
     packed = []
     for recording in recordings:
         chapters = {}
-        for number, source in recording.get("chapters", {}).items():
+        for number, source in recording["chapters"].items():
             if source not in sources:
                 sources.append(source)
             chapters[number] = sources.index(source)
@@ -43,20 +43,18 @@ def _json_of(values: list) -> str:
 
 
 def recordings_of(file: Path | str) -> list[dict]:
-    """The recordings in a page, or in a JSON file. Raises ValueError for a file that has none."""
+    """The recordings in a page. Raises ValueError for a file that has none."""
     try:
         text = Path(file).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
-    inside = re.search(r'<script type="application/json" id="recordings">(.*?)</script>', text, re.DOTALL)
-    shared = re.search(r'<script type="application/json" id="sources">(.*?)</script>', text, re.DOTALL)
-    try:
-        found = json.loads(inside[1] if inside else text)
-        sources = json.loads(shared[1]) if shared else []
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them") from error
-    if not isinstance(found, list) or not all(isinstance(each, dict) and "events" in each for each in found):
-        raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them")
-    for recording in found if shared else ():
+        raise ValueError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    found = []
+    for name in ("recordings", "sources"):
+        inside = re.search(f'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)
+        if inside is None:
+            raise ValueError(f"{str(file)!r} has no recordings: ./launch.sh watch writes them")
+        found.append(json.loads(inside[1]))
+    recordings, sources = found
+    for recording in recordings:
         recording["chapters"] = {number: sources[index] for number, index in recording["chapters"].items()}
-    return found
+    return recordings

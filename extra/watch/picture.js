@@ -89,8 +89,6 @@ class Picture {
     const inset = width > 14 ? 3 : 2;
     made.heldWidth = width - 2 * inset;
     made.held = shape(group, "rect", { class: `held ${kind}`, x: x + inset, y: y + 3, width: 0, height: height - 6 });
-    const tip = Math.min(8, width * 0.6);
-    made.corner = shape(group, "path", { class: "corner", d: `M${x + width - tip} ${y} h${tip} v${tip} z` });
     if (cell === rank && this.rec.shards) shape(group, "line", { class: "own", x1: x, x2: x + width, y1: y + height + 2, y2: y + height + 2 });
     return made;
   }
@@ -119,8 +117,6 @@ class Picture {
             // The own cell of an all-gather is there; what comes from the others is on its way.
             const here = column === 0 && cell === rank;
             shapes.moving.setAttribute("class", `moving ${here || !(whole || held) ? "" : way}`);
-            const seen = me.versions[r][whole ? WHOLE : HELD][cell];
-            shapes.corner.classList.toggle("on", column === 0 && Boolean(whole || held) && seen === 1);
             shapes.frame.classList.toggle("none", !capacity);
           });
           copies.textContent = most > 1.05 ? `×${Math.round(most * 10) / 10}` : "";

@@ -2,13 +2,12 @@
 // The controls: which recording, event and rank, how fast, what is asked. The address keeps all of these.
 
 const BEAT = 900;                      // milliseconds of an event at speed 1
-const WHOLE_STEP = 24000;              // and of the whole step in recorded time
 const calm = window.matchMedia && matchMedia("(prefers-reduced-motion: reduce)").matches;
 const $ = (id) => document.getElementById(id);
 
 const watch = {
   recordings: JSON.parse($("recordings").textContent),
-  rec: null, k: 0, state: null, playing: false, beside: null, rank: 0, time: 0, asked: null, right: 0, answered: 0, skip: -1,
+  rec: null, k: 0, state: null, playing: false, beside: null, rank: 0, asked: null, right: 0, answered: 0,
 
   start() {
     for (const id of ["run", "beside"]) {
@@ -21,7 +20,7 @@ const watch = {
     const { run, event, beside } = document.body.dataset;
     this.fromAddress(run, Number(event) - 1, beside);
     addEventListener("hashchange", () => this.fromAddress(this.rec.run, this.k, $("beside").value));
-    requestAnimationFrame((now) => this.frame(now, now));
+    requestAnimationFrame((now) => this.frame(now));
   },
 
   // The address: #event=17&run=zero3, and &beside=ddp&rank=1.
@@ -79,13 +78,12 @@ const watch = {
   },
 
   // To event k. Everything on the page follows from it.
-  go(k, keepTime = false) {
+  go(k) {
     const { rec } = this;
     this.k = Math.max(0, Math.min(rec.events.length - 1, Math.round(k)));
     this.state = stateAt(rec, this.k);
-    if (!keepTime) this.time = this.state.time;
     this.picture.draw(this.state);
-    this.lanes.move(this.time);
+    this.lanes.move(this.state.time);
     this.rank = Math.max(0, Math.min(rec.ranks - 1, this.rank));
     $("rank").value = this.rank;
     this.code.draw(this.k, this.rank);
@@ -105,9 +103,6 @@ const watch = {
       const part = rec.parts.indexOf(item.parentElement.dataset.part);
       item.textContent = part < 0 ? "" : this.state.ranks.map((me) => megabytes(me.live[part])).join(" | ");
     }
-    const lost = this.state.ranks.reduce((sum, me) => sum + me.elsewhere, 0);
-    $("elsewhere").hidden = !lost;
-    $("elsewhere").textContent = lost ? `${megabytes(lost)} of state are in tensors that belong to no unit or bucket.` : "";
     this.closeQuestion();
     this.toAddress();
   },
@@ -123,7 +118,7 @@ const watch = {
   // One event on, unless there is something to ask first.
   forth() {
     if (this.asked || this.k >= this.rec.events.length - 1) return;
-    if ($("ask").checked && this.skip !== this.k + 1) {
+    if ($("ask").checked) {
       const asked = question(this.rec, this.k + 1);
       if (asked) return void this.ask(asked);
     }
@@ -200,30 +195,18 @@ const watch = {
     this.since = performance.now();
   },
 
-  frame(now, before) {
+  frame(now) {
     const speed = Number($("speed").value);
     if (this.playing && !this.asked) {
       if (this.k >= this.rec.events.length - 1) this.play(false);
-      else if ($("pace").value === "beat") {
-        if (now - this.since >= BEAT / speed) { this.since = now; this.forth(); }
-      } else {
-        const until = this.time + ((now - before) * speed * this.rec.events[this.rec.events.length - 1][0]) / WHOLE_STEP;
-        this.time = until;
-        while (!this.asked && this.k + 1 < this.rec.events.length && this.rec.events[this.k + 1][0] <= until) {
-          const was = this.k;
-          if ($("ask").checked) this.forth(); else this.go(this.k + 1, true);
-          if (this.k === was) break;
-        }
-        this.time = this.asked ? this.state.time : until;
-        this.lanes.move(Math.min(this.time, this.rec.events[this.rec.events.length - 1][0]));
-      }
+      else if (now - this.since >= BEAT / speed) { this.since = now; this.forth(); }
     }
     if (!calm) {
       const part = ((now / 1100) * Math.min(2, Math.max(0.5, speed))) % 1;
       this.picture.fly(part);
       if (this.beside) this.beside.picture.fly(part);
     }
-    requestAnimationFrame((next) => this.frame(next, now));
+    requestAnimationFrame((next) => this.frame(next));
   },
 
   key(event) {
@@ -237,14 +220,12 @@ const watch = {
       End: () => this.go(Infinity),
       " ": () => this.play(),
       a: () => this.askFirst(!$("ask").checked),
-      t: () => { $("pace").value = $("pace").value === "beat" ? "time" : "beat"; },
       e: () => this.next(1),
       E: () => this.next(-1),
       r: () => this.follow((this.rank + 1) % this.rec.ranks),
       b: () => this.nextBeside(),
       "+": () => this.faster(1),
       "-": () => this.faster(-1),
-      Escape: () => { if (this.asked) this.go(this.k); },
     };
     for (let i = 0; i < 4; i++) if (this.asked && key === String(i + 1)) return void this.answer(i);
     if (!(key in actions)) return;

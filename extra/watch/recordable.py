@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from zerolab.run import engines
 from zerolab.run.data import Batches, load_text
-from zerolab.run.model import GPT, next_token_loss, preset
+from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.names import engines_of
 from zerolab.run.process_group import World
 from zerolab.teach.museum.exhibits import EXHIBITS
@@ -18,6 +17,7 @@ from zerolab.teach.museum.loop import BATCH, SHAPE, Loop
 TITLES = {name: engines.ENGINES[name].title for name in engines_of("watch")}
 CHAPTERS = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3-prefetch0": 3}
 WARM_UP = 3  # steps before the recorded one: the optimizer makes its state, DDP its buckets
+SEQUENCES, TOKENS = 2, 32  # of each rank. With more tokens the activations would need nearly all of the memory
 NUMBERS = {"losses", "norms", "scales"}  # what a page of memory and messages does not show
 
 
@@ -26,9 +26,8 @@ class Recordable:
     """Something to record.
 
     `loop(world, steps)` has the data of so many steps: `build()` makes the engine, and `step(engine, number)` trains it
-    once.
-    `warm_up` steps come before the recorded one; `once`: what is to be seen happens in that step only.
-    `chapter` is the number of the chapter that trains, for the page to show its code.
+    once. `warm_up` steps come before the recorded one. `chapter` is the number of the chapter that trains, for the page
+    to show its code.
     """
 
     name: str
@@ -36,36 +35,33 @@ class Recordable:
     about: dict
     loop: Callable
     warm_up: int = WARM_UP
-    once: bool = False
     chapter: int | None = None
 
 
-def of_engine(name: str, options) -> Recordable:
-    """The engine `name` with the GPT, batch and buckets of the command's options."""
-    config = preset(options.preset)
-    seq = options.seq or config.seq
+def of_engine(name: str, size: str) -> Recordable:
+    """The engine `name` with a GPT of the preset `size`, and about six buckets."""
+    config = preset(size)
+    seq = min(TOKENS, config.seq)
     text = load_text(None, seq)
-    with torch.device("meta"):
-        nbytes = sum(param.nbytes for param in GPT(config).parameters())
-    bucket_mb = nbytes / 2**20 / 6 if options.bucket_mb is None else options.bucket_mb
-
-    def build(world: World):
-        model = GPT(config).to(world.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=world.device.type != "cpu")
-        more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
-        return engines.build(name, model, optimizer, world.device, **more)
+    bucket_mb = 4 * number_of_parameters(config) / 2**20 / 6
 
     def loop(world: World, steps: int) -> SimpleNamespace:
-        draw = Batches(text, options.batch, seq, 0, world.device)
+        draw = Batches(text, SEQUENCES, seq, 0, world.device)
         batches = [draw(number, world.rank) for number in range(steps)]
+
+        def build():
+            model = GPT(config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            more = {"bucket_mb": bucket_mb} if "bucket_mb" in engines.ENGINES[name].takes else {}
+            return engines.build(name, model, optimizer, world.device, **more)
 
         def step(engine, number: int) -> None:
             engine.training_step(*batches[number], next_token_loss)
 
-        return SimpleNamespace(build=partial(build, world), step=step)
+        return SimpleNamespace(build=build, step=step)
 
-    words = f"GPT {options.preset}, {options.batch} x {seq} tokens per rank"
-    return Recordable(name, TITLES[name], {"model": words}, loop, chapter=CHAPTERS.get(name))
+    about = {"model": f"GPT {size}, {SEQUENCES} x {seq} tokens per rank"}
+    return Recordable(name, TITLES[name], about, loop, chapter=CHAPTERS.get(name))
 
 
 def of_exhibit(number: int) -> list[Recordable]:
@@ -77,11 +73,7 @@ def of_exhibit(number: int) -> list[Recordable]:
     if exhibit.differs <= NUMBERS:
         note += f" It changes numbers, and not who holds or sends what: ./launch.sh bug {number} shows them."
     about = {"model": f"a GPT of {SHAPE.layers} layers, {BATCH} x {SHAPE.seq} tokens per rank"}
-    shown = {"warm_up": WARM_UP}
-    if exhibit.differs & {"timeout", "error"}:  # it stops in its first step
-        shown = {"warm_up": 0, "once": True}
-    elif "scales" in exhibit.differs:  # a gradient overflows in one step only
-        shown = {"warm_up": 3, "once": True}
+    warm_up = 0 if exhibit.differs & {"timeout", "error"} else WARM_UP  # such a bug stops in its first step
 
     def correct(world: World, steps: int) -> Loop:
         return Loop(exhibit, exhibit.correct, world.rank, steps)
@@ -90,6 +82,6 @@ def of_exhibit(number: int) -> list[Recordable]:
         return Loop(exhibit, exhibit.build, world.rank, steps)
 
     return [
-        Recordable("right", "the correct stage", about, correct, **shown, chapter=CHAPTERS.get(exhibit.stage)),
-        Recordable(f"bug{number}", f"bug {number}", about | {"note": note}, wrong, **shown),
+        Recordable("right", "the correct stage", about, correct, warm_up, CHAPTERS.get(exhibit.stage)),
+        Recordable(f"bug{number}", f"bug {number}", about | {"note": note}, wrong, warm_up),
     ]

@@ -3,7 +3,7 @@
 Cell j of a row is the part that rank j owns, or would own. An engine that does not shard has all cells on every rank.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ class Stretch:
     ranks: int
     bucket: object = None
     by_parameter: bool = False
-    homes: list[tuple[nn.Module, str]] = field(default_factory=list)  # by_parameter: where the model has each
 
     def cells(self, first: int, end: int) -> list[int]:
         """How many of the elements `first` to `end` are in each of the N cells."""
@@ -58,6 +57,19 @@ class Row:
         """Bytes of the whole parameters, padding included."""
         return sum(stretch.numel * stretch.params[0].element_size() for stretch in self.stretches)
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the row's parameters, in the model's order."""
+        return [name for stretch in self.stretches for name in stretch.names]
+
+    def described(self) -> str:
+        """ "blocks.0.norm1.weight to blocks.0.down.bias" """
+        names = self.parameters
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def is_sharded(self) -> bool:
+        return any(stretch.bucket is not None or stretch.by_parameter for stretch in self.stretches)
+
 
 def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None) -> list[Row]:
     """The rows of an engine, from the model's input to its output.
@@ -83,11 +95,7 @@ def rows_of(engine, ranks: int, together: list[list[nn.Parameter]] | None = None
     labels = {module: name for name, module in engine.model.named_modules()}
     groups = [("root", held.pop(engine.model)), *((labels[module], named) for module, named in held.items())]
     groups = [(name, [param for _, param in named]) for name, named in groups if named]
-    homes = {}
-    for module in engine.model.modules():
-        for key, param in module._parameters.items():
-            homes.setdefault(id(param), (module, key))
-    return [_of_parameters(row, name, params, names, ranks, homes) for row, (name, params) in enumerate(groups)]
+    return [_of_parameters(row, name, params, names, ranks) for row, (name, params) in enumerate(groups)]
 
 
 def _of_buckets(row: int, name: str, buckets, ranks: int) -> Row:
@@ -98,12 +106,11 @@ def _of_buckets(row: int, name: str, buckets, ranks: int) -> Row:
     return Row(name, stretches)
 
 
-def _of_parameters(row: int, name: str, params, names, ranks: int, homes=None) -> Row:
+def _of_parameters(row: int, name: str, params, names, ranks: int) -> Row:
     offsets, end = [], 0
     for param in params:
         offsets.append(end)
         end += param.shape.numel()
     sharded = any(isinstance(param, torch.distributed.tensor.DTensor) for param in params)
     found = [names.get(id(param), "") for param in params]
-    modules = [homes[id(param)] for param in params] if homes else []
-    return Row(name, [Stretch(row, found, list(params), offsets, end, ranks, None, sharded, modules)])
+    return Row(name, [Stretch(row, found, list(params), offsets, end, ranks, None, sharded)])

@@ -16,10 +16,8 @@ function stateAt(rec, k) {
   const ranks = [];
   for (let rank = 0; rank < n; rank++) {
     ranks.push({
-      // cells[row][column][layer] = bytes in each of the N cells; versions[row][layer] = 0, 1, -1 (neither) or null
+      // cells[row][column][layer] = bytes in each of the N cells
       cells: rec.rows.map(() => COLUMNS.map(() => [new Array(n).fill(0), new Array(n).fill(0)])),
-      versions: rec.rows.map(() => [new Array(n).fill(null), new Array(n).fill(null)]),
-      elsewhere: 0,                    // bytes of state that belong to no row
       live: rec.parts.map(() => 0),    // bytes alive by part: what the memory ledger says
       step: "", unit: "", phase: "",   // the step, the unit that computes and "forward" or "backward"
       waitsFor: null,                  // number of the collective without which it cannot go on
@@ -27,28 +25,10 @@ function stateAt(rec, k) {
     });
   }
 
-  // Memory, up to the event, and what was seen of the weights until the next one.
-  let seen = 0;
-  const look = (until) => {
-    while (seen < rec.versions.length && rec.versions[seen][0] < until) {
-      const [, rank, row, layer, versions] = rec.versions[seen++];
-      ranks[rank].versions[row][layer] = eachCell(versions, n);
-    }
-  };
   for (const [moment, rank, row, column, layer, bytes] of rec.changes) {
     if (moment > time) break;
-    look(moment);
-    if (row < 0) {
-      ranks[rank].elsewhere += Array.isArray(bytes) ? bytes[0] : bytes;
-      continue;
-    }
-    const cells = eachCell(bytes, n);
-    ranks[rank].cells[row][column][layer] = cells;
-    if (column === 0) {
-      ranks[rank].versions[row][layer] = ranks[rank].versions[row][layer].map((v, cell) => cells[cell] ? v : null);
-    }
+    ranks[rank].cells[row][column][layer] = eachCell(bytes, n);
   }
-  look(next);
   rec.live.forEach((points, rank) => {
     for (const [moment, ...pairs] of points) {
       if (moment > time) break;
@@ -96,26 +76,16 @@ function underWay(rec, state, rank, row, column) {
   return found;
 }
 
-// The event of another recording that belongs to event k of this one: there, too, rank 0 has begun as many computations.
+// The event of another recording that belongs to event k of this one: there, too, rank 0 has begun as many computations,
+// and as many events have followed, if the next computation does not begin before that.
 function sameMoment(rec, k, other) {
-  const begun = (events) => events.filter((e) => e[1] === 0 && (e[2] === "compute" || e[2] === "updated")).length;
-  const wanted = begun(rec.events.slice(0, k + 1));
-  if (k === rec.events.length - 1) return other.events.length - 1;
-  let count = 0, found = 0;
-  for (let i = 0; i < other.events.length; i++) {
-    const [, rank, what] = other.events[i];
-    if (rank === 0 && (what === "compute" || what === "updated")) count++;
-    if (count <= wanted) found = i;
-  }
-  if (wanted === 0) return Math.min(k, found);
-  // Both have begun the same computation; as far on from there as here, but not into the next one.
-  const start = (rec2) => {
-    let c = 0;
-    for (let i = 0; i < rec2.events.length; i++) {
-      const [, rank, what] = rec2.events[i];
-      if (rank === 0 && (what === "compute" || what === "updated") && ++c === wanted) return i;
-    }
-    return 0;
-  };
-  return Math.min(found, start(other) + Math.max(0, k - start(rec)));
+  const begins = ({ events }) => events.map((_, i) => i).filter((i) => {
+    const [, rank, what] = events[i];
+    return rank === 0 && (what === "compute" || what === "updated");
+  });
+  const here = begins(rec), there = begins(other), last = other.events.length - 1;
+  if (k === rec.events.length - 1) return last;
+  const begun = here.filter((i) => i <= k).length;
+  const since = k - (here[begun - 1] ?? 0);
+  return Math.min((there[begun] ?? last + 1) - 1, (there[begun - 1] ?? 0) + since);
 }

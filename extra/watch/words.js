@@ -74,7 +74,7 @@ function sentence(rec, k) {
     const [column, nbytes] = more, what2 = column ? "whole gradients" : "gathered parameters";
     return `${who} frees the ${what2} of ${rowName(rec, subject)}: ${megabytes(nbytes)} are free again. Its own shard stays.`;
   }
-  if (what === "updated") return `${who} has updated the weights that it owns. The yellow corners mark them.`;
+  if (what === "updated") return `${who} has updated the weights that it owns.`;
   if (what === "error") return `${who} stops with an error: ${subject.length > 240 ? `${subject.slice(0, 240)} ...` : subject}`;
   const most = rec.live[rank].reduce((peak, _, i) => Math.max(peak, liveAt(rec, rank, i)), 0);
   return `${who} has finished the step. It has sent ${megabytes(rec.sent[rank])}, and its peak memory was ${megabytes(most)}.`;
