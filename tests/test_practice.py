@@ -142,8 +142,8 @@ def wrap_model_only(model):
         ("gather", (gather, free_by_other_data), "not correct yet: 64 bytes are still alive"),
         ("gather", (gather_without_memory, free), "not correct yet: RuntimeError: all_gather_single: a tensor of 64"),
         ("wrap", wrap, "rank 0 of 4 holds"),
-        ("wrap", wrap_blocks_only, "wrap the model too"),
-        ("wrap", wrap_model_only, "gathered with all the rest"),
+        ("wrap", wrap_blocks_only, "not correct yet: the units are ['blocks.0', 'blocks.1'], expected ['the model', "),
+        ("wrap", wrap_model_only, "not correct yet: the units are ['the model'], expected "),
     ],
 )
 def test_a_solution_is_judged(cell, solution, message, capsys):

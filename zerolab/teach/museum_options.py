@@ -17,13 +17,17 @@ EXAMPLES = """\
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("bug [NUMBER [N]]", DESCRIPTION, EXAMPLES)
-    parser.add_argument("number", metavar="NUMBER", nargs="?", help="the number of the bug in the list")
+    numbers = sorted(numbers_of_bugs())
+    parser.add_argument(
+        "number", metavar="NUMBER", nargs="?", type=int, choices=numbers, help="the number of the bug in the list"
+    )
     parser.add_argument(
         "ranks",
         metavar="N",
         nargs="?",
         type=int,
         default=2,
+        choices=range(2, 17),
         help="the number of ranks (processes), 2 to 16 (default 2)",
     )
     for name, what in (
@@ -34,13 +38,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help_text = f"run nothing, and print {what}"
         parser.add_argument(f"--{name}", action="store_const", const=name, dest="asked", help=help_text)
     options = parser.parse_args(argv)
-    numbers = numbers_of_bugs()
     if options.number is None and options.asked:
         parser.error(f"--{options.asked} needs the number of a bug, 1 to {max(numbers)}")
-    if options.number is not None and not (options.number.isdecimal() and int(options.number) in numbers):
-        parser.error(f"no bug {options.number!r}: the numbers are 1 to {max(numbers)}")
-    if not 2 <= options.ranks <= 16:
-        parser.error(f"N must be 2 to 16 ranks, got {options.ranks}")
     return options
 
 

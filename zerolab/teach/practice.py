@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from zerolab.measure.fake_ranks import fake_ranks
 from zerolab.run.model import GPT, preset
@@ -162,14 +161,11 @@ def check_wrap(solution) -> str:
     with fake_ranks(4):
         model = GPT(preset("toy"))
         solution(model)
-        parameters = dict(model.named_parameters())
-        whole = [name for name, param in parameters.items() if not isinstance(param, DTensor)]
-        assert not whole, f"{len(whole)} parameters are in no unit, {whole[0]} among them: wrap the model too, last"
         units = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        missing = [f"blocks.{number}" for number in range(len(model.blocks)) if f"blocks.{number}" not in units]
-        assert not missing, f"units: {', '.join(units)}; {missing[0]} is none, so it is gathered with all the rest"
-        local = sum(param.to_local().numel() for param in parameters.values())
-        total = sum(param.numel() for param in parameters.values())
+        expected = ["the model", *(f"blocks.{number}" for number in range(len(model.blocks)))]
+        assert units == expected, f"the units are {units}, expected {expected}"
+        local = sum(param.to_local().numel() for param in model.parameters())
+        total = sum(param.numel() for param in model.parameters())
     return f"units: {', '.join(units)}; rank 0 of 4 holds {local:,} of {total:,} elements"
 
 

@@ -124,7 +124,7 @@ def main(argv=None):
     if options.number is None:
         print(catalogue())
         return 0
-    exhibit = EXHIBITS[int(options.number)]
+    exhibit = EXHIBITS[options.number]
     if options.asked:
         print(explanation(exhibit, options.asked))
     elif "RANK" in os.environ:
