@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,44 +57,23 @@ def test_links_lead_somewhere_and_to_the_next_notebook(file):
         assert f"({following.name})" in texts[-1]
 
 
-@pytest.fixture(scope="module")
-def executed(request):
-    """{file: what came out of executing it, or the exception}: two notebooks at a time, because most of it is waiting.
-
-    Their commands are started by the kernel's Python, so all of them need not import torch.
-    """
+@pytest.mark.thorough
+@each
+def test_it_runs_to_the_end(file):
+    """The commands are started by the kernel's Python."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed here (pip install jupyter)")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed here (pip install jupyter)")
     import nbformat
     from jupyter_client import AsyncKernelManager
 
     small = {"ZERO_NOTEBOOK_PRESET": "toy", "ZERO_NOTEBOOK_RANKS": "2"}
-    environment = {**os.environ, **small, "PYTHONPATH": ""}
-
-    def execute(file: Path):
-        cells = nbformat.read(file, as_version=4)
+    cells = nbformat.read(file, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        # The kernel uses sockets in a folder, because a rank may already use the port that it would choose.
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
         where = {"metadata": {"path": str(file.parent)}}
-        with tempfile.TemporaryDirectory() as folder:
-            # The kernel uses sockets in a folder, because a rank may already use the port that it would choose.
-            kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-            client = nbclient.NotebookClient(cells, km=kernel, timeout=300, resources=where)
-            try:
-                client.execute(env=environment, cleanup_kc=True)
-            except Exception as error:
-                return error
-        return cells
-
-    asked = [item.callspec.params["file"] for item in request.session.items if "executed" in item.fixturenames]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(asked, pool.map(execute, asked)))
-
-
-@pytest.mark.thorough
-@each
-def test_it_runs_to_the_end(file, executed):
-    result = executed[file]
-    if isinstance(result, Exception):
-        raise result
+        client = nbclient.NotebookClient(cells, km=kernel, timeout=300, resources=where)
+        result = client.execute(env={**os.environ, **small, "PYTHONPATH": ""}, cleanup_kc=True)
     outputs = sum((cell.get("outputs", []) for cell in result.cells), [])
     texts = "".join(output.get("text", "") for output in outputs)
     assert not any(output.output_type == "error" for output in outputs) and "Warning" not in texts, texts
