@@ -117,14 +117,14 @@ def ask(number, build, module, name, arguments):
 
 
 def cases(test):
-    """(the largest usual number of ranks, the values of each `parametrize`) of a conformance test."""
-    marks = {mark.name: mark for mark in test.pytestmark if mark.name == "ranks"}
-    size = max(marks["ranks"].args) if "ranks" in marks else 2
-    names, values = [], []
+    """(the largest number of ranks, the values of each `parametrize`) of a conformance test."""
+    size, names, values = 2, [], []
     for mark in test.pytestmark:
+        if mark.name == "ranks":
+            size = max([*mark.args, *mark.kwargs.get("thorough", ())])
         if mark.name == "parametrize":
             names.append(mark.args[0])
-            values.append([each for each in mark.args[1] if isinstance(each, (str, int, float))])
+            values.append([each for each in mark.args[1] if not hasattr(each, "marks")])  # no `pytest.param`
     return size, [dict(zip(names, chosen)) for chosen in itertools.product(*values)]
 
 
