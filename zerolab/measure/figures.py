@@ -74,14 +74,6 @@ def light_grid(axes, axis: str = "both") -> None:
     axes.grid(axis=axis, alpha=0.4)
 
 
-def engine_look(name: str, **own) -> dict:
-    """How a line or mark of this engine is drawn."""
-    if name not in ENGINES:
-        return {"marker": "o"} | own
-    engine = ENGINES[name]
-    return {"color": engine.shade, "marker": engine.mark, "linestyle": engine.line} | own
-
-
 def stacked(axes, place: float, parts: dict[str, float], height: float) -> float:
     """Draw a horizontal bar of these parts, end to end; returns where it ends."""
     end = 0.0
@@ -289,9 +281,9 @@ def scaling(results: dict):
             axes.fill_between(ranks, bottom, top, color=COLOURS[part], linewidth=0)
             seen.append(part)
         bottom = top
-    for name, rows in results["engines"].items():
+    for (name, rows), marker in zip(results["engines"].items(), "os^D"):
         peaks = [rows[index]["peak_bytes"] / size for index in shown]
-        axes.plot(ranks, peaks, markersize=4, linewidth=1.6, **engine_look(name, color=INK))
+        axes.plot(ranks, peaks, markersize=4, linewidth=1.6, color=INK, marker=marker)
         text = f"{ENGINES[name].title}, {peaks[-1]:.0f} {unit}"
         axes.annotate(
             text, (ranks[-1], peaks[-1]), (8, 0), textcoords="offset points", va="center", annotation_clip=False

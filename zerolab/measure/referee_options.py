@@ -2,7 +2,7 @@
 
 import argparse
 
-from zerolab.run.names import ENGINES, engines_of
+from zerolab.run.names import engines_of
 from zerolab.run.shared_options import (
     ENGINE,
     RANKS,
@@ -80,7 +80,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.quick:  # other defaults; what was typed still counts
         parser.set_defaults(preset="toy", steps=5, timed_steps=5)
         options = parser.parse_args(argv)
-    check_engines(parser, options, [name for name in ENGINES if name != "hybrid"])  # which needs a grid of ranks
+    check_engines(parser, options)
     check_seq(parser, options)
     check_batch(parser, options)
     for name in ("slow_rank", "breakdown"):

@@ -73,8 +73,6 @@ def _enter(path: Path) -> str:
         sends=ENGINES[counterpart].sends if counterpart else None,
         counterpart=counterpart,
         exact=False,  # the float64 pass of the referee decides
-        line="--",
-        mark="*",
         file=str(path),
         supports=tuple(supports),
     )

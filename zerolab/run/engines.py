@@ -1,4 +1,4 @@
-"""The registry: every engine is an `Engine` in the list below, with its name, order, builder and look in every command.
+"""The registry: every engine is an `Engine` in the list below, with its name, order and builder in every command.
 
 To add an engine, write a function that builds it, add an entry, and add its name to `ENGINES` in names.py, which also
 has what it shards and the commands that run it by default. CONTRIBUTING.md has all steps.
@@ -71,7 +71,6 @@ class Engine:
     needs        a package that `pip install .[peers]` installs
     file         a file of the user's (engine_file.py)
     supports     the features that this file lists in SUPPORTS
-    shade, line, mark   how figures draw it: a tone of grey, and a line and a mark that no other engine has together
     """
 
     name: str
@@ -87,18 +86,12 @@ class Engine:
     needs: str | None = None
     file: str | None = None
     supports: tuple[str, ...] = ()
-    shade: str = "#717680"
-    line: str = "-"
-    mark: str = "o"
 
     @property
     def promise(self) -> tuple[tuple[str, ...], int] | None:
         """(shards, sends), or None if nothing is known of the engine."""
         return None if self.sends is None else (self.shards, self.sends)
 
-
-LIGHT = "#888c92"
-DARK = "#60656c"
 
 _ENTRIES = [
     Engine(
@@ -108,9 +101,6 @@ _ENTRIES = [
         takes=("dtype",),
         sends=0,
         casts=True,
-        shade=LIGHT,
-        line=":",
-        mark="x",
     ),
     Engine(
         "ddp",
@@ -119,7 +109,6 @@ _ENTRIES = [
         takes=("dtype", "bucket_mb"),
         sends=2,
         casts=True,
-        shade=DARK,
     ),
     Engine(
         "zero1",
@@ -128,8 +117,6 @@ _ENTRIES = [
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         sends=3,
         counterpart="zero_redundancy_optimizer",
-        shade=LIGHT,
-        mark="s",
     ),
     Engine(
         "zero1_2psi",
@@ -137,8 +124,6 @@ _ENTRIES = [
         partial(stage, counterparts.ZeRO1By2Psi, counterparts.ZeRO1EngineBy2Psi),
         takes=("dtype", "mesh", "offload_policy", "bucket_mb"),
         sends=2,
-        line="-.",
-        mark="v",
     ),
     Engine(
         "zero_redundancy_optimizer",
@@ -147,9 +132,6 @@ _ENTRIES = [
         takes=("dtype",),
         sends=3,
         casts=True,
-        shade=LIGHT,
-        line="--",
-        mark="s",
     ),
     Engine(
         "zero2",
@@ -158,7 +140,6 @@ _ENTRIES = [
         takes=("dtype", "mesh", "offload_policy", "bucket_mb", "engine", "whole"),
         sends=2,
         counterpart="fsdp2_no_reshard",
-        mark="^",
     ),
     Engine(
         "fsdp2_no_reshard",
@@ -166,8 +147,6 @@ _ENTRIES = [
         counterparts.fsdp2_no_reshard,
         takes=("dtype", "mesh", "offload_policy"),
         sends=2,
-        line="--",
-        mark="^",
     ),
     Engine(
         "zero3",
@@ -176,8 +155,6 @@ _ENTRIES = [
         takes=("dtype", "mesh", "offload_policy", "prefetch", "engine", "whole"),
         sends=3,
         counterpart="fsdp2",
-        shade=DARK,
-        mark="D",
     ),
     Engine(
         "zero3-prefetch0",
@@ -185,9 +162,6 @@ _ENTRIES = [
         partial(stage, ZeRO3, ZeRO3Engine, prefetch=0),
         takes=("dtype", "mesh", "offload_policy"),
         sends=3,
-        shade=DARK,
-        line=":",
-        mark="d",
     ),
     Engine(
         "fsdp2",
@@ -195,9 +169,6 @@ _ENTRIES = [
         counterparts.fsdp2,
         takes=("dtype", "mesh", "offload_policy"),
         sends=3,
-        shade=DARK,
-        line="--",
-        mark="D",
     ),
     Engine(
         "fsdp1",
@@ -205,8 +176,6 @@ _ENTRIES = [
         counterparts.fsdp1,
         takes=("dtype",),
         sends=3,
-        line=":",
-        mark="<",
     ),
     Engine(
         "fsdp1_article",
@@ -214,8 +183,6 @@ _ENTRIES = [
         counterparts.fsdp1_article,
         takes=("dtype",),
         sends=3,
-        line=":",
-        mark=">",
     ),
     # By its documentation DeepSpeed's first stage all-reduces by default (`use_multi_rank_bucket_allreduce`).
     Engine(
@@ -227,8 +194,6 @@ _ENTRIES = [
         exact=False,
         float64=False,
         needs="deepspeed",
-        line="-.",
-        mark="s",
     ),
     Engine(
         "deepspeed2",
@@ -239,8 +204,6 @@ _ENTRIES = [
         exact=False,
         float64=False,
         needs="deepspeed",
-        line="-.",
-        mark="^",
     ),
     Engine(
         "deepspeed3",
@@ -251,8 +214,6 @@ _ENTRIES = [
         exact=False,
         float64=False,
         needs="deepspeed",
-        line="-.",
-        mark="D",
     ),
 ]
 

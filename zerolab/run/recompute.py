@@ -8,11 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from zerolab.run.model import GPT
 
 
-def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
-    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward.
-
-    `options` go to torch's `checkpoint`; a `context_fn` keeps more than the input.
-    """
+def checkpoint_blocks(model: GPT, casts: bool) -> None:
+    """Keep of each block only its input, and run it again in backward. `casts`: weights are cast before the forward."""
 
     def again(block, plain, x):
         # `MixedModule` lends the model its cast weights only for the forward, and the second run needs the same ones.
@@ -25,7 +22,7 @@ def checkpoint_blocks(model: GPT, casts: bool, **options) -> None:
             finally:
                 block.forward = patched
 
-        return checkpoint(run if casts else plain, x, use_reentrant=False, **options)
+        return checkpoint(run if casts else plain, x, use_reentrant=False)
 
     for block in model.blocks:
         block.forward = partial(again, block, block.forward)
