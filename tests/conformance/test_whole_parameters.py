@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.pair import Pair
 from conformance.test_meta import fill, on_meta
-from conformance.test_precision import batch_with_overflow, loss_times_factor, mse_in_float64, scaled_step
+from conformance.test_precision import batch_with_overflow, mse_in_float64, scaled_step
 from conformance.test_unused import Choices, choices_of, chosen_loss
 from zerolab.engine import GradScaler, checkpoint
 
@@ -125,7 +125,7 @@ def test_what_no_rank_used_is_left_out_of_the_step(engine):
 
 
 def test_a_step_with_an_overflow_is_skipped_by_all_optimizers(engine):
-    pair = whole_pair(engine, data=batch_with_overflow, loss=loss_times_factor)
+    pair = whole_pair(engine, data=batch_with_overflow)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for step in range(5):
         scaled_step(pair, scaler, step, max_norm=0.1 if step % 2 else None, skipped=step == 2)
