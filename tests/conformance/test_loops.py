@@ -233,21 +233,18 @@ def test_optimizers_that_treat_each_element_by_itself(engine, optimizer):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_schedulers_built_before_or_after_the_engine(engine, when):
     """The engine keeps the optimizer, so a scheduler keeps changing its learning rate."""
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
     schedules = []
-
-    def schedule(optimizer):
-        schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10))
 
     def make_optimizer(params):
         optimizer = MOMENTUM(params)
         if when == "before":
-            schedule(optimizer)
+            schedules.append(schedule(optimizer))
         return optimizer
 
     pair = Pair(engine, seeded(Blocks), make_optimizer)
     if when == "after":
-        schedule(pair.optimizers[0])
-        schedule(pair.optimizers[1])
+        schedules = [schedule(optimizer) for optimizer in pair.optimizers]
     if not engine.ours and when == "before" and schedules[1].optimizer is not pair.optimizers[1]:
         pytest.skip(f"{engine.name} makes a new optimizer")
     for step in range(4):

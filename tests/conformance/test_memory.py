@@ -67,32 +67,38 @@ def held_by(trained):
     return storage_bytes(params), storage_bytes(gradients), storage_bytes(state)
 
 
-def in_steps(trained, data, steps=2):
-    """Train, and stop between the last step and its `zero_grad()`."""
-    for step in range(steps):
-        trained.zero_grad()
-        mse(trained, *data(step)).backward()
-        trained.step()
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+PRECISIONS = {"float32": {}, "mixed": MIXED}
 
 
-def held_by_formula(stage, psi, n):
-    """(parameters, gradients, optimizer state) of Ψ parameters in bytes, on one of n ranks."""
-    parameters = 4 * psi // n if stage == "zero3" else 4 * psi
-    gradients = 4 * psi if stage == "zero1" else 4 * psi // n
-    return parameters, gradients, 8 * psi // n
+def held_by_formula(stage, psi, n, mixed):
+    """(parameters, gradients, optimizer state) of Ψ parameters in bytes, on one of n ranks.
+
+    In mixed precision whole parameters take 2 bytes each, and the shards 4.
+    """
+    shard = 4 * psi // n
+    parameters = shard if stage == "zero3" else 4 * psi
+    if mixed:
+        parameters = shard if stage == "zero3" else 2 * psi + shard
+    gradients = 4 * psi if stage == "zero1" else shard
+    return parameters, gradients, 2 * shard
 
 
 @pytest.mark.ranks(2, 4, thorough=(1,))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.chapters
-def test_held_bytes_are_the_accounting(engine):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_held_bytes_are_the_accounting(engine, precision):
     """Between backward and `zero_grad()` only the bytes in the chapter's accounting are alive."""
     model = seeded(Wide, dtype=torch.float32)
     psi = sum(param.numel() for param in model.parameters())
-    expected = held_by_formula(engine.like, psi, dist.get_world_size())
+    expected = held_by_formula(engine.like, psi, dist.get_world_size(), precision == "mixed")
     with Recorder(model.parameters()) as recorder:
-        trained = engine(model, FUSED(model.parameters()))
-        in_steps(trained, wide_batch)
+        trained = engine(model, FUSED(model.parameters()), **PRECISIONS[precision])
+        for step in range(2):
+            trained.zero_grad()
+            mse(trained, *wide_batch(step)).backward()
+            trained.step()
         found = held_by(trained)
         trained.zero_grad()
         gc.collect()
@@ -101,34 +107,6 @@ def test_held_bytes_are_the_accounting(engine):
     assert found == (*expected[:2], expected[2] + counters)
     kept = expected[1] if engine.like == "zero1" else 0  # the buffer for gradients
     assert after == expected[0] + expected[2] + counters + kept, "bytes of all tensors alive after zero_grad()"
-
-
-MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-def held_by_formula_in_mixed_precision(stage, psi, n):
-    """The same. Whole parameters take 2 bytes each, and ZeRO-3 keeps none between steps. Shards take 4 bytes each."""
-    whole = 0 if stage == "zero3" else 2 * psi
-    gradients = 4 * psi if stage == "zero1" else 4 * psi // n
-    return whole + 4 * psi // n, gradients, 8 * psi // n
-
-
-@pytest.mark.ranks(2, thorough=(1, 4))
-@pytest.mark.stages("zero1", "zero2", "zero3")
-def test_held_bytes_in_mixed_precision(engine):
-    """Whole weights take 2 bytes and shards 4. No whole float32 weights are kept."""
-    model = seeded(Wide, dtype=torch.float32)
-    psi = sum(param.numel() for param in model.parameters())
-    with Recorder(model.parameters()) as recorder:
-        trained = engine(model, FUSED(model.parameters()), **MIXED)
-        in_steps(trained, wide_batch)
-        found = held_by(trained)
-        gc.collect()
-        alive = recorder.live_bytes()
-    expected = held_by_formula_in_mixed_precision(engine.like, psi, dist.get_world_size())
-    counters = 4 * len(updated(trained))
-    assert found == (*expected[:2], expected[2] + counters)
-    assert sum(found) <= alive <= sum(found) + 1000, "more is alive than parameters, gradients and state"
 
 
 def peak_by_formula(stage, psi, n, bucket, root, head):

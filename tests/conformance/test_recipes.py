@@ -165,5 +165,3 @@ def test_a_moving_average_of_the_weights(engine):
     found = pair.engine.weights(pair.trained)
     for name, weight in expected.module.named_parameters():
         same(found[name], weight.detach(), pair.tolerance, f"the average of {name}")
-    pair.plain.load_state_dict(expected.module.state_dict())
-    pair.evaluate()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MOMENTUM, Blocks, Frozen, Tied, mse, mse_loss, own_batch, same, seeded
+from helpers import MOMENTUM, Blocks, Frozen, Tied, mse_loss, own_batch, same, seeded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -30,8 +30,8 @@ def equal(found, expected):
 @pytest.mark.ranks(3, thorough=(1, 2))
 @pytest.mark.stages("zero1", "zero2", "zero3")
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_state_goes_from_one_engine_into_another(engine, options):
-    """A loaded state is used at once and returned unchanged, including frozen weights, buffers and ties."""
+def test_a_loaded_state_is_used_and_returned(engine, options):
+    """At once and unchanged, including frozen weights and buffers."""
     options = OPTIONS[options]
     source, model = seeded(Frozen, seed=3), seeded(Frozen)
     trained = engine(model, ADAMW(model.parameters()), **options)
@@ -44,14 +44,6 @@ def test_a_state_goes_from_one_engine_into_another(engine, options):
     if "param_dtype" not in options:
         with torch.no_grad():
             same(trained(own_batch(3)[0]), source(own_batch(3)[0]), 1e-12, "what the engine computes")
-    mse(trained, *own_batch(1)).backward()
-    trained.step()
-    trained.zero_grad()
-    fresh = seeded(Frozen, seed=8)
-    other = engine(fresh, ADAMW(fresh.parameters()), **options)
-    other.load_full_state_dict(trained.full_state_dict())
-    with torch.no_grad():  # the same weights, and the same operations on them
-        same(other(own_batch(3)[0]), trained(own_batch(3)[0]), 0, "what the other engine computes")
 
 
 GOOD = seeded(Tied).state_dict()

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    EXACT,
     MOMENTUM,
     Blocks,
     Dtypes,
@@ -204,25 +203,16 @@ def test_all_ranks_start_with_rank_0s_weights(engine):
 
 @pytest.mark.chapters
 def test_training_step_is_the_loop(engine):
-    """`training_step` returns this rank's loss, detached, and is equal to the loop by hand.
-
-    Ours is that loop, so it is equal to the bit. Another engine may split the batch, which adds in a different order.
-    """
-    dtype, tolerance = (torch.float32, 0) if engine.ours else (engine.dtype, max(EXACT, engine.documented.tolerance))
-    one, other = seeded(Blocks, dtype=dtype), seeded(Blocks, dtype=dtype)
-    one, other = engine(one, MOMENTUM(one.parameters())), engine(other, MOMENTUM(other.parameters()))
-    for step in range(2):
-        data = own_batch(step, dtype=dtype)
-        found = one.training_step(*data, mse_loss)
-        loss = mse(other, *data)
-        loss.backward()
-        other.step()
-        other.zero_grad()
-        same(found, loss.detach(), tolerance, "the loss")
+    """`training_step` makes a step and returns this rank's loss, detached. An engine may split the batch in it."""
+    pair = Pair(engine, seeded(Blocks))
+    for step in range(3):
+        expected = pair.backward_of_plain(step)[pair.rank]
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        found = pair.trained.training_step(*pair.batch(step), mse_loss)
         assert not found.requires_grad
-    expected = engine.weights(other)
-    for name, weight in engine.weights(one).items():
-        same(weight, expected[name], tolerance, name)
+        same(found, expected.detach(), pair.tolerance, "the loss")
+    pair.check_weights()
 
 
 class Loose(Blocks):
