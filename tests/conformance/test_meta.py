@@ -10,6 +10,7 @@ from torch import nn
 
 from conformance.pair import Pair
 from conformance.test_memory import Wide
+from conformance.test_state_dict import Odd, check_rank_0s, fill_by_rank
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 float_batch = partial(batch, dtype=torch.float32)
@@ -97,28 +98,12 @@ def test_hooks_of_a_parameter_on_meta_run(engine):
     pair.train(1, first=1)
 
 
-class Odd(nn.Module):
-    """Buffers with dtypes that gloo cannot send, and one whose memory is not contiguous."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(5, 3)
-        for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64):
-            self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(5).to(dtype))
-        self.register_buffer("transposed", torch.zeros(3, 4).T)
-
-
 @pytest.mark.stages("zero3")
 def test_buffers_of_any_dtype_and_parameters_get_rank_0s_values(engine):
     """Each rank fills them with different values."""
     model = on_meta(Odd)
-
-    def fill_by_rank(name, tensor):
-        tensor.copy_((torch.arange(tensor.numel()) % 2 + dist.get_rank()).view(tensor.shape))
-
     trained = engine(model, ADAMW(model.parameters()), init_fn=fill_by_rank)
-    for name, value in (*model.named_buffers(), *trained.full_state_dict().items()):
-        assert value.float().flatten().tolist() == [float(index % 2) for index in range(value.numel())], name
+    check_rank_0s((*model.named_buffers(), *trained.full_state_dict().items()))
     assert model.transposed.stride() == (1, 4) and model.uint16.dtype == torch.uint16
 
 

@@ -8,6 +8,7 @@ from helpers import Blocks, Recorder, mse, own_batch, same, seeded, storage_byte
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.test_memory import FUSED, Wide, wide_batch
+from zerolab.measure.traffic import TrafficLedger
 
 
 def wide_engine(engine, **options):
@@ -80,16 +81,14 @@ def test_no_sync_sends_no_gradients(engine):
 
 @pytest.mark.stages("zero1", "zero2", "zero3")
 def test_mixed_precision_sends_two_bytes_per_weight(engine):
-    """Gathers send bytes of bfloat16. Reductions have the same number of elements as before, in `reduce_dtype`."""
+    """Gathers send bfloat16, and reductions `reduce_dtype`."""
     trained = wide_engine(engine, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with Recorder() as recorder:
+    with TrafficLedger() as traffic:
         mse(trained, *wide_batch(0)).backward()
         trained.step()
     of_backward, of_step = expected_step(engine.like, sizes(trained))
-    kinds = [kind for kind, _ in of_backward + of_step]
-    assert [kind for kind, _ in recorder.collectives] == kinds
-    for (kind, found), (_, elements) in zip(recorder.collectives, of_backward + of_step):
-        assert found in ((elements, 2 * elements) if kind == "all-gather" else (elements,))
+    expected = [(kind, (2 if kind == "all-gather" else 4) * elements) for kind, elements in of_backward + of_step]
+    assert [(each.kind, each.whole_bytes) for each in traffic.collectives] == expected
 
 
 def block_of(layers):
