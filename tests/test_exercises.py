@@ -270,13 +270,14 @@ def test_one_file_its_hints_and_its_exit_status(tmp_path, capfd):
 
 @pytest.mark.long
 def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
-    """A file that shares nothing of the chapter's structure, and is correct; and two that are wrong."""
+    """A file that shares nothing of the chapter's structure, and is correct; and three that are wrong."""
     free = SOLUTIONS / "zero2_free.py"
     status, said = run(capfd, "zero2", "--file", str(free))
     assert status == 0 and "is correct" in said, said
     file = tmp_path / "mine.py"
     for line, instead in (
         ("shard /= self.world_size", "pass"),
+        ("import torch.distributed as dist", "import os; os._exit(0)"),
         ("work = reduce_scatter", "shard.whole = whole; work = reduce_scatter"),  # nothing is freed
     ):
         assert line in free.read_text()
