@@ -67,6 +67,11 @@ class BucketTrace(StepTrace):
         super().__init__(engine, memory)
         self.lines = [f"{'event':<44}{'buffer MB':>10}{'sent MB':>9}{'live MB':>9}"]
 
+    def step_begins(self, step: Span, depth: int) -> None:
+        self._depth = depth
+        if depth == 1:
+            self.line(f"{'Step ' + step.name:<63}{self.memory.live / 1e6:>9.2f}")
+
     def issues(self, collective: Span, tensors: list[torch.Tensor]) -> None:
         inside = f"{collective.step}: " if self._depth > 1 else ""
         sizes = f"{collective.nbytes / 1e6:>10.2f}{_sent(collective) / 1e6:>9.2f}{self.memory.live / 1e6:>9.2f}"
