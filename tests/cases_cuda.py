@@ -60,57 +60,6 @@ def equals_one_process(stage, model, options):
     pair(stage, model, **options).train()
 
 
-def equals_ddp_and_fsdp2(stage, options):
-    """A GPT's losses and weights.
-
-    To the bit on two ranks, in float32: they add the same two numbers, and half of a sum is exact. On more ranks the
-    order of a sum is the library's, so then in float64, to 1e-10, or to 1e-5 where gradients are reduced in float32.
-    """
-    low = {"dtype": torch.bfloat16} if "param_dtype" in options else {}
-    dtype, tolerance = torch.float32, 0.0
-    if dist.get_world_size() > 2:
-        dtype, tolerance = torch.float64, 1e-5 if low else 1e-10
-    losses, weights = gpt_trained(lambda model, optimizer: STAGES[stage](model, optimizer, **options), dtype)
-    for name in ("fsdp2",) if low else ("ddp", "fsdp2"):
-        device = torch.device("cuda", torch.cuda.current_device())
-        expected_losses, expected = gpt_trained(partial(engines.build, name, device=device, **low), dtype)
-        same(losses, expected_losses, tolerance, f"the losses, beside {name}'s")
-        for key in expected:
-            same(weights[key], expected[key], tolerance, f"the weight {key}, beside {name}'s")
-
-
-def gpt_trained(build, dtype, steps=4):
-    """(losses of all steps, {name: whole weight})"""
-    model = GPT(GPTConfig(2, 16, 2, 32, 8), seed=0).to("cuda", dtype)
-    engine = build(model, ADAMW(model.parameters()))
-    losses = []
-    for step in range(steps):
-        tokens = gpt_batch(step)
-        loss = next_token_loss(engine(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        losses.append(loss.detach())
-        engine.step()
-        engine.zero_grad()
-    if isinstance(engine, tuple(STAGES.values())):
-        weights = weights_of(engine)
-    else:
-        module = getattr(engine.model, "module", engine.model)
-        weights = {name: whole(param) for name, param in module.named_parameters()}
-    return torch.stack(losses), {name: weights[name].cpu() for name, _ in model.named_parameters() if name in weights}
-
-
-def whole(param):
-    """The whole value of a parameter, also of one that FSDP2 has cut by rows. A collective.
-
-    Over gloo `full_tensor()` of a GPU's DTensor ends the process (torch 2.13), so the rows are sent as objects.
-    """
-    if not hasattr(param, "to_local"):
-        return param.detach().clone()
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, param.to_local().detach().cpu())
-    return torch.cat(rows)
-
-
 def gpt_batch(step):
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randint(32, (2, 9), generator=generator).cuda()

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import seeded
+from helpers import on_every_rank, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,11 +36,11 @@ from zerolab.measure.timeline import Span, Timeline, chrome_trace
 from zerolab.measure.traffic import TrafficLedger
 from zerolab.run.counterparts import PlainStep
 from zerolab.run.engines import CHAPTERS
-from zerolab.run.pool import run_on_ranks
 
-# On the ranks.
+# On real ranks.
 
 
+two_ranks = pytest.mark.parametrize("ranks", [2])
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 
 
@@ -82,7 +82,9 @@ def plain(model: nn.Module) -> PlainStep:
     return PlainStep(model, ADAMW(model.parameters()))
 
 
-def ledgers_agree_on_an_open_engine() -> None:
+@two_ranks
+@on_every_rank
+def test_ledgers_agree_on_an_open_engine(ranks):
     """A ledger that was there from the start, and one that is opened on the finished engine, count the same bytes."""
     batch = vector_batch()
     for stage in CHAPTERS.values():
@@ -96,7 +98,9 @@ def ledgers_agree_on_an_open_engine() -> None:
             assert late.live == early.live
 
 
-def the_timeline_of_a_step() -> None:
+@two_ranks
+@on_every_rank
+def test_the_timeline_of_a_step(ranks):
     """It has all six steps and every unit, and the collectives that the traffic ledger has."""
     batch = vector_batch()
     names_of_steps = []
@@ -116,7 +120,9 @@ def the_timeline_of_a_step() -> None:
     assert sorted(name[0] for name in first) == [*"012345"] and others == [first] * 2, names_of_steps
 
 
-def a_collectives_span() -> None:
+@two_ranks
+@on_every_rank
+def test_a_collectives_span(ranks):
     """From its issue to its completion, if nobody waits; to the end of the wait, if the backend reports no end."""
     whole, shard = torch.zeros(64), torch.ones(32)
     with Timeline() as timeline:
@@ -173,7 +179,9 @@ def gpus(device: int, clock=time.perf_counter):
         yield
 
 
-def gloo_on_the_second_gpu() -> None:
+@two_ranks
+@on_every_rank
+def test_gloo_on_the_second_gpu(ranks):
     """Gloo reports an end in its own thread, which knows nothing about the GPU."""
     whole, shard, reported = torch.zeros(64), torch.ones(32), threading.Event()
     with gpus(1), Timeline(device=torch.device("cuda", 1)) as timeline:
@@ -193,7 +201,9 @@ def gloo_on_the_second_gpu() -> None:
     assert timeline.seconds(events[0]) <= timeline.seconds(events[1])
 
 
-def a_collective_without_a_work() -> None:
+@two_ranks
+@on_every_rank
+def test_a_collective_without_a_work(ranks):
     """NCCL returns none if nobody is to wait later: such a collective is a wait of the stream that computes."""
     with (
         gpus(0),
@@ -236,7 +246,7 @@ def first_computation(dispatch: float, kernel: float) -> float:
     return computing.start
 
 
-# Memory and traffic, and the other tests.
+# In one process.
 
 
 def test_a_storage_counts_once_and_whole():
@@ -365,7 +375,9 @@ def test_what_is_run_again_is_an_activation_if_backward_needs_it():
 LISTING = textwrap.dedent(re.search(r"\n\n(    import .*?)\n\nheld ", measure.__doc__, re.DOTALL).group(1))
 
 
-def the_rooms_listing() -> None:
+@two_ranks
+@on_every_rank
+def test_the_rooms_listing_runs(ranks):
     """The listing in zerolab/measure/__init__.py runs on an engine of the reader's."""
     inputs, targets = vector_batch()
     engine = built(ZeRO3)
@@ -377,21 +389,6 @@ def the_rooms_listing() -> None:
             trace = json.loads(Path("trace.json").read_text())
             assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}
     assert "all-gather" in printed.getvalue()
-
-
-ON_TWO_RANKS = (
-    the_rooms_listing,
-    ledgers_agree_on_an_open_engine,
-    the_timeline_of_a_step,
-    a_collectives_span,
-    gloo_on_the_second_gpu,
-    a_collective_without_a_work,
-)
-
-
-@pytest.mark.parametrize("case", ON_TWO_RANKS)
-def test_on_two_ranks(case):
-    run_on_ranks(2, case)
 
 
 def test_memory_that_is_freed_while_a_step_starts():

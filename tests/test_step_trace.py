@@ -1,7 +1,18 @@
 """The trace of ZeRO-3's step is the sequence at the top of the chapter, in the order of the events."""
 
+import os
 import re
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+
+from zero3 import ZeRO3
+from zerolab.measure.ledger import MemoryLedger
+from zerolab.measure.step_trace import UnitTrace
+from zerolab.measure.timeline import Timeline
+from zerolab.measure.traffic import TrafficLedger
+from zerolab.run.model import GPT, GPTConfig, next_token_loss
 from zerolab.run.pool import run_on_ranks
 
 # What is shown of a step with three units. It is the sequence at the top of zero3.py.
@@ -21,25 +32,12 @@ BACKWARD = [
 ]
 
 
-def traced(prefetch: int) -> dict:
+def traced() -> dict:
     """The trace of a toy GPT's second training step, 120 columns wide, and what the ledgers measure in it."""
-    import os
-    from unittest.mock import patch
-
-    import torch
-    import torch.distributed as dist
-
-    from zero3 import ZeRO3
-    from zerolab.measure.ledger import MemoryLedger
-    from zerolab.measure.step_trace import UnitTrace
-    from zerolab.measure.timeline import Timeline
-    from zerolab.measure.traffic import TrafficLedger
-    from zerolab.run.model import GPT, GPTConfig, next_token_loss
-
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
     with MemoryLedger() as memory:
         model = GPT(GPTConfig(3, 32, 2, seq=32))
-        engine = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=1e-3), prefetch=prefetch)
+        engine = ZeRO3(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         engine.training_step(tokens, tokens, next_token_loss)
         trace = UnitTrace(engine, memory)
         with TrafficLedger() as traffic, Timeline(engine, listener=trace):
@@ -52,7 +50,7 @@ def traced(prefetch: int) -> dict:
 
 
 def test_the_trace_is_the_chapters_sequence():
-    for found in run_on_ranks(2, traced, prefetch=1):
+    for found in run_on_ranks(2, traced):
         lines = [line.replace("blocks.", "") for line in found["lines"]]
         texts = [re.split(r"   +\d", line)[0].strip() for line in lines if not line.startswith("  holds")]
         first, second, third = (
@@ -66,11 +64,3 @@ def test_the_trace_is_the_chapters_sequence():
         assert live[:4] == sorted(live[:4])  # activations pile up in forward
         sent = sum(float(row[1]) for row in rows)
         assert abs(sent - found["sent"] / 1e6) < 0.06  # two digits each
-
-
-def test_without_prefetching_each_unit_is_gathered_right_before_it_computes():
-    for found in run_on_ranks(2, traced, prefetch=0):
-        lines = [re.split(r"   +\d", line)[0].strip().replace("blocks.", "") for line in found["lines"]]
-        expected = ["gather 2 | compute 2 | free 2, reduce 2", "gather 1 | compute 1 | free 1, reduce 1"]
-        assert [line for line in lines if line in expected] == expected, lines
-        assert "gather root | compute root" in lines and "gather 0 | compute 0 | free 0" in lines
