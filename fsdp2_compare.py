@@ -240,7 +240,7 @@ def main() -> None:
     referee = Referee(options, text, world)
     runs = referee.compare()
     result = about | {"runs": runs, "match": all(run["match"] for run in runs.values())}
-    file = options.json or json_file.default_name("compare") if world.rank == 0 else None
+    file = options.json if world.rank == 0 else None
     json_file.write(file, result, whole=False)  # now, so that the results are kept if the third pass is stopped
     if options.timed_steps:
         referee.time(runs)

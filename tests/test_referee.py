@@ -3,7 +3,6 @@
 Each engine is the listing of docs/your-engine.md with some lines changed (pages_engine.py), in a file like a user's.
 """
 
-import os
 from unittest import mock
 
 import pytest
@@ -54,8 +53,7 @@ def difference(file: str, accumulate: int) -> float:
     """On one rank: what the referee's first pass finds of the engine in a file."""
     with mock.patch.dict(ENGINES):
         (name,) = engine_file.enter([file])
-        with mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}):  # so ranks do not check runs/
-            options = referee.arguments(["--preset", "toy", "--engines", "ddp", "--accumulate", str(accumulate)])
+        options = referee.arguments(["--preset", "toy", "--engines", "ddp", "--accumulate", str(accumulate)])
         options.engines = [name]
         world = referee.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", "")
         return referee.Referee(options, load_text(None, 32), world).prove()[name]

@@ -65,7 +65,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="delay one rank at the start of every timed step; for example 1:0.05 delays rank 1 by 0.05 seconds",
     )
     add_hardware(parser)
-    add_json(parser, "write the results to this file, as JSON (default: a new file in the folder runs)")
+    add_json(parser)
     parser.add_argument(
         "--breakdown",
         action="store_true",

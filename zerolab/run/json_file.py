@@ -4,17 +4,11 @@ import json
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from zerolab.run import code, process_group
-
-
-def default_name(command: str) -> str:
-    """The file without --json: one in runs/, in the current folder."""
-    return time.strftime(f"runs/{command}-%Y%m%d-%H%M%S.json")
 
 
 def command(*words) -> str:

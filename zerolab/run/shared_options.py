@@ -186,8 +186,8 @@ def add_engine_file(parser) -> None:
     )
 
 
-def add_json(parser, text: str = "also write the results to this file, as JSON") -> None:
-    parser.add_argument("--json", metavar="FILE", help=text)
+def add_json(parser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file, as JSON")
 
 
 # Checks of several options together.
