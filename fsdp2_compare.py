@@ -51,7 +51,6 @@ from zerolab.run.model import GPT, next_token_loss, preset
 from zerolab.run.process_group import World
 from zerolab.run.progress import with_progress
 from zerolab.run.recompute import checkpoint_blocks
-from zerolab.run.shared_options import check_world_size
 
 # In float32 on two ranks every engine adds the same two numbers and halves them, so the losses are equal to the bit.
 # With more ranks, or with the whole batch in one process, the same numbers are added in a different order. Each sum is
@@ -234,7 +233,6 @@ def main() -> None:
     text = load_text(None, options.seq)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     world = process_group.start(options.backend, options.device)
-    check_world_size(options, world.world_size)
     about = referee_report.conditions(options, world)
     world.print(tables.wrapped(referee_report.headline(about, options, world)))
     referee = Referee(options, text, world)

@@ -23,6 +23,8 @@ from zerolab.run.engines import CHAPTERS
 from zerolab.run.model import GPT, next_token_loss, number_of_parameters, preset
 from zerolab.run.process_group import World
 
+BATCH = 4  # sequences of each rank
+
 
 def headline(chapter: str) -> str:
     """The first line of the chapter's docstring."""
@@ -34,7 +36,7 @@ def main() -> None:
     seq = preset(options.preset).seq
     text = load_text(None, seq)
     world = process_group.start(options.backend, options.device)
-    batches = Batches(text, options.batch, seq, 0, world.device)
+    batches = Batches(text, BATCH, seq, 0, world.device)
     ready = [batches(step, world.rank) for step in range(options.steps)]  # before anything is counted
 
     def print_wrapped(text: str) -> None:

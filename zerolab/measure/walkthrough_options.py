@@ -6,7 +6,6 @@ import sys
 from zerolab.run.names import CHAPTERS
 from zerolab.run.shared_options import (
     RANKS,
-    add_batch,
     add_hardware,
     add_preset,
     check_writable,
@@ -37,7 +36,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=positive_int, default=5, help="the number of training steps, 2 or more (default 5)"
     )
-    add_batch(parser, 4)
     if name == "zero3":
         parser.add_argument(
             "--prefetch",
