@@ -61,8 +61,38 @@ def run_on_ranks(ranks, function, *args, **kwargs):
         raise
 
 
+def serve_over_gloo(rank, ranks, timeout, folder, pipe):
+    """The program of a rank."""
+    faulthandler.enable(open(crash_file(folder, rank), "w"))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the process that started the ranks ends them
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does: DeepSpeed reads it
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+    )
+    gc.freeze()  # so that gc.collect(), which tests call often, does not go through all that was imported
+    answer(pipe, rank, ranks)
+
+
+def answer(pipe, rank, ranks):
+    """Call the functions that arrive in the pipe, and send back what they return, until the pipe closes."""
+    with contextlib.suppress(ConnectionError):  # the pool's process has ended, and nobody reads the result
+        while True:
+            try:
+                function, args, kwargs = pipe.recv()
+            except EOFError:
+                return
+            torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
+            try:
+                pipe.send((function(*args, **kwargs), None))
+            except Reported as error:
+                pipe.send((None, error.args[0]))
+            except BaseException:
+                pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
+
+
 class Pool:
-    def __init__(self, ranks, timeout):
+    def __init__(self, ranks, timeout, serve=serve_over_gloo):
         # Ranks are forked from a server that has imported torch and started no thread. They cannot be forked from this
         # process, because torch's threads would be missing and gloo would hang.
         context = multiprocessing.get_context("forkserver")
@@ -121,31 +151,6 @@ class Pool:
 
 def crash_file(folder, rank):
     return Path(folder, f"crash.{rank}")
-
-
-def serve(rank, ranks, timeout, folder, pipe):
-    """The program of a rank: call the functions that arrive in the pipe, until it closes."""
-    faulthandler.enable(open(crash_file(folder, rank), "w"))  # noqa: SIM115
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the process that started the ranks ends them
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does: DeepSpeed reads it
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-    )
-    gc.freeze()  # so that gc.collect(), which tests call often, does not go through all that was imported
-    with contextlib.suppress(ConnectionError):  # the pool's process has ended, and nobody reads the result
-        while True:
-            try:
-                function, args, kwargs = pipe.recv()
-            except EOFError:
-                return
-            torch.manual_seed(1000 + rank)  # different on each rank, so that a stage has to make weights equal
-            try:
-                pipe.send((function(*args, **kwargs), None))
-            except Reported as error:
-                pipe.send((None, error.args[0]))
-            except BaseException:
-                pipe.send((None, f"rank {rank} of {ranks}: {traceback.format_exc()}"))
 
 
 @atexit.register
