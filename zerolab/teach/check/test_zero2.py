@@ -88,12 +88,13 @@ def test_a_missing_gradient_is_refused(stage, bucket_bytes):
 @pytest.mark.blank("ZeRO2.on_gradient")
 @on_ranks
 def test_a_second_gradient_of_an_incomplete_bucket_is_refused(stage):
-    engine = build(stage, Uses, bucket_bytes=2**20)
+    engine = build(stage, Uses, bucket_bytes=0)
     inputs = models.vectors(0, 0, 3, 4)[0]
-    engine.model.used = (True, False)
+    engine.model.used = (False, True)  # the buckets of the second layer are sent first
     engine(inputs).sum().backward()
     must_raise("a second backward after one that left out parameters", engine(inputs).sum().backward)
     engine.zero_grad()
+    expect("self.turn after an unfinished backward and zero_grad()", engine.turn, 0)
 
 
 # Every blank, in whole trainings.
