@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         for number, row in enumerate(ROWS, 1):
             print(f"[{number}/{len(ROWS)}] {row.model}, {row.setup.ranks} GPUs, {row.setup.engine}", flush=True)
             found.append(compare(row))
-        PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
+        PREDICTED.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     return int(docs.update([PAGE], BLOCKS, "python -m extra.planner.page", options.check) > 0)
 
 

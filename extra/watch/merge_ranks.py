@@ -78,7 +78,7 @@ def _sent(seen: dict) -> int:
 
 
 def _work(seen: dict, at) -> list[list]:
-    return [[seen["rank"], unit, step, at(begins), at(ends)] for unit, step, begins, ends in _joined(seen["work"])]
+    return [[seen["rank"], unit, step, at(begins), at(ends)] for unit, step, begins, ends in seen["work"]]
 
 
 def _waits(seen: dict, at) -> list[list]:
@@ -171,17 +171,6 @@ def _live(seen: dict, at, times: list[int]) -> list[list[int]]:
         if changed:
             found.append([moment, *changed])
         now = parts
-    return found
-
-
-def _joined(work: list) -> list[list]:
-    """Join neighbours that belong together with almost no gap between them: this is shorter and looks the same."""
-    found = []
-    for unit, step, begins, ends in work:
-        if found and found[-1][:2] == [unit, step] and begins - found[-1][3] < 20e-6:
-            found[-1][3] = ends
-        else:
-            found.append([unit, step, begins, ends])
     return found
 
 
