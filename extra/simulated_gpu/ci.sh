@@ -6,7 +6,7 @@ if [ -z "${ZERO_CUDA_PYTHON:-}" ]; then
     echo "left out: simulated GPUs. Set ZERO_CUDA_PYTHON to a Python with extra/simulated_gpu/requirements.txt (5 GB)"
     exit
 fi
-chosen="test_cuda or watch or trace or allocators or races or wait or loading or named or idle"
+chosen="test_cuda or trace or allocators or races or wait or loading or named or idle"
 export PYTHON=$ZERO_CUDA_PYTHON
 ./launch.sh test --simulated-gpus 2 tests/test_cuda.py extra/simulated_gpu -q -k "$chosen"
 # Two ranks that share a GPU over gloo, and what `./launch.sh report` runs on one GPU, with small models.

@@ -88,11 +88,6 @@ def test_the_allocators_peaks_are_those_of_the_dry_run():
         assert abs(peak - expected) < 0.0025 * expected, name
 
 
-def test_watch(tmp_path):
-    launch("watch", "zero3", RANKS, "--preset", "toy", "--tries", 1, "--out", tmp_path / "page.html")
-    assert "ZeRO-3" in (tmp_path / "page.html").read_text()
-
-
 def test_trace(tmp_path):
     launch("zero3", RANKS, "--preset", "toy", "--trace", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())
