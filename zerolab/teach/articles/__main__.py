@@ -13,14 +13,13 @@ from zerolab.run.command_line import one_line
 from zerolab.run.progress import with_progress
 from zerolab.teach import articles_options
 from zerolab.teach.articles import CLAIMS, report
-from zerolab.teach.articles.claim import Claim
 
 
-def main(argv: list[str] | None = None, claims: list[Claim] = CLAIMS) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 2 if no claim was chosen."""
     with one_line(ValueError):
         options = articles_options.arguments(argv)
-    chosen = [one for one in claims if any(text.lower() in f"{one.name} {one.text}".lower() for text in options.only)]
+    chosen = [one for one in CLAIMS if any(text.lower() in f"{one.name} {one.text}".lower() for text in options.only)]
     if not chosen:
         print(f"error: --only {' '.join(options.only)!r} matches none of the claims", file=sys.stderr)
         return 2
