@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, Recorder, Tied, batch, mse, own_batch, seeded, storage_bytes
+from helpers import Blocks, Recorder, Tied, batch, seeded, storage_bytes
 from torch import nn
 
 from conformance.pair import Pair
@@ -213,9 +213,6 @@ def test_a_source_for_a_model_with_values_is_refused(engine):
     model = seeded(Blocks, dtype=torch.float32)
     with pytest.raises(ValueError, match="load_full_state_dict"):
         engine(model, ADAMW(model.parameters()), init_fn=fill)
-    trained = engine(model, ADAMW(model.parameters()))
-    mse(trained, *own_batch(0, dtype=torch.float32)).backward()
-    trained.step()
 
 
 @pytest.mark.stages("zero1", "zero2")

@@ -80,21 +80,6 @@ def test_what_no_rank_used_is_left_out_of_the_step(engine, alike):
     pair.check_weights()
 
 
-UNITS = {
-    "no prefetch": {"prefetch": 0},
-    "gathered until backward": {"reshard_after_forward": False},
-    "gathered until step()": {"reshard_after_backward": False},
-}
-
-
-@pytest.mark.stages("zero3")
-@pytest.mark.parametrize("options", UNITS)
-def test_unused_parts_of_units(engine, options):
-    """The same with other options for freeing units."""
-    pair = choosing(engine, **UNITS[options])
-    pair.train(4)
-
-
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_unused_parameters_and_several_backwards(engine, no_sync):
     """A parameter that one backward of a step used counts as used. Gradients are also clipped."""
