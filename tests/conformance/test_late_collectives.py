@@ -29,10 +29,11 @@ class Late:
 
 
 @contextlib.contextmanager
-def late_collectives():
+def late_collectives(*wrong_chapters):
     """A slow network. Yields the list of collectives that were not waited for yet.
 
-    A collective's output is NaN until it runs, and it reads its input only then.
+    A collective's output is NaN until it runs, and it reads its input only then. This holds for the chapters, for our
+    engines, and for modules of wrong chapters.
     """
     pending = []
 
@@ -52,9 +53,10 @@ def late_collectives():
     gather, scatter = late(zero1.all_gather), late(zero2.reduce_scatter)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(dist, "all_reduce", late(dist.all_reduce)))
-        patches.enter_context(mock.patch.object(zero1, "all_gather", gather))
-        patches.enter_context(mock.patch.object(zerolab.engine.bucket, "all_gather", gather))
-        patches.enter_context(mock.patch.object(zero2, "reduce_scatter", scatter))
+        for module in (zero1, zero2, zerolab.engine.bucket, *wrong_chapters):
+            for name, collective in (("all_gather", gather), ("reduce_scatter", scatter)):
+                if hasattr(module, name):
+                    patches.enter_context(mock.patch.object(module, name, collective))
         yield pending
 
 
