@@ -47,10 +47,14 @@ def museum_runs(number: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def recordings() -> dict[str, dict]:
-    """Every engine, a small model, two ranks."""
-    seen = run_on_ranks(2, recorded, names=list(TITLES))
-    found = [merge(list(of_ranks), name, TITLES[name], {}) for name, of_ranks in zip(TITLES, zip(*seen))]
+def seen() -> dict[str, tuple]:
+    """What two ranks have recorded of every engine, with a small model."""
+    return dict(zip(TITLES, zip(*run_on_ranks(2, recorded, names=list(TITLES)))))
+
+
+@pytest.fixture(scope="module")
+def recordings(seen) -> dict[str, dict]:
+    found = [merge([*of_ranks], name, TITLES[name], {}) for name, of_ranks in seen.items()]
     return {recording["run"]: recording for recording in json.loads(json.dumps(found))}  # as they come out of a page
 
 
@@ -89,6 +93,16 @@ def test_every_byte_of_state_is_in_a_cell(recordings, name):
             for (_, *place), each in cells_at(recording, rank, k).items():
                 found[tuple(place)] += sum(each)
             assert all(found[place] == ledger[part] for part, place in LAYERS.items()), (name, rank, k)
+
+
+def test_the_curve_has_the_peak_which_may_be_between_two_events(recordings, seen):
+    for name, recording in recordings.items():
+        for rank in range(2):
+            now, peak = {}, 0
+            for _, *pairs in recording["live"][rank]:
+                now |= dict(zip(pairs[::2], pairs[1::2]))
+                peak = max(peak, sum(now.values()))
+            assert peak == max(sum(parts.values()) for _, parts in seen[name][rank]["live"]), name
 
 
 def test_what_is_cut_is_what_the_stage_cuts(recordings):
@@ -368,10 +382,11 @@ def test_the_second_engine_is_at_the_same_computation(browser, recordings):
     for name, counts in begun.items():
         for _, rank, what, *_ in recordings[name]["events"]:
             counts.append(counts[-1] + (rank == 0 and what in ("compute", "updated")))
-    other = browser.execute_script(
+    other, same = browser.execute_script(
         "const [a, b] = ['zero3', 'ddp'].map((run) => watch.recordings.find((rec) => rec.run === run));"
-        "return a.events.map((_, k) => sameMoment(a, k, b));"
+        "return [b, a].map((to) => a.events.map((_, k) => sameMoment(a, k, to)));"
     )
+    assert same == list(range(len(same)))
     assert all(begun["zero3"][k + 1] == begun["ddp"][there + 1] for k, there in enumerate(other))
 
 
