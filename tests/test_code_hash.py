@@ -60,7 +60,6 @@ def test_results_of_older_code_are_listed_with_their_commit_and_command(tmp_path
     for name, measured in {
         "now": {"code": now, "commit": "c1", "command": "one"},
         "older": {"code": "0" * 16, "commit": "c2", "command": "two"},
-        "plan-of-something": {"rows": []},
     }.items():
         (tmp_path / "results" / "a").mkdir(parents=True, exist_ok=True)
         (tmp_path / "results" / "a" / f"{name}.json").write_text(json.dumps(measured))

@@ -325,14 +325,13 @@ def update(pages: list[Path], blocks: Blocks, command: str, check: bool = False)
 def older_results() -> list[str]:
     """A line for each file of results/ that was measured on other code than this: engines, chapters or model.
 
-    It is for information, because a change need not change a measurement. Not for the files of extra/planner, which
-    are predictions, and which its tests compute again.
+    It is for information, because a change need not change a measurement.
     """
     now, lines = code.measured_hash(), []
     for path in sorted((ROOT / "results").rglob("*.json")):
         measured = json.loads(path.read_text())
         measured = measured.get("otherData", measured) if isinstance(measured, dict) else {}  # in a Chrome trace
-        if not path.name.startswith("plan-") and measured.get("code") != now:
+        if measured.get("code") != now:
             name, commit = path.relative_to(ROOT), measured.get("commit") or "an unknown commit"
             lines.append(f"measured on older code, {commit}: {name}; its command: {measured.get('command')}")
     return lines
