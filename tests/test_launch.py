@@ -232,12 +232,12 @@ def test_no_process_is_left_when_a_command_is_stopped(tmp_path, number, status):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, env=run_ranks.environment(), **streams) as process:
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-        pids += [child.pid for child in psutil.Process(process.pid).children()]
+        processes = [*map(psutil.Process, pids), *psutil.Process(process.pid).children()]
         process.send_signal(number)
         process.wait(100)
         assert process.returncode == status
-        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 60)
-        assert not any(map(psutil.pid_exists, pids))
+        _, alive = psutil.wait_procs(processes, 60)
+        assert not alive
         assert process.stdout.read() == "ended by SIGTERM\n" * 2  # none was left alone for 30 s, and then killed
         if number == signal.SIGINT:
             assert process.stderr.read() == "\nstopped by Ctrl-C\n"
