@@ -17,7 +17,8 @@ class OnGpus:
 
     def __call__(self, ranks, function, *args, **kwargs):
         if ranks not in self.pools:
-            self.pools[ranks] = pool.Pool(ranks, pool.TIMEOUT, serve)
+            # Not forked: a child cannot use CUDA if its parent has, and an import may do so.
+            self.pools[ranks] = pool.Pool(ranks, pool.TIMEOUT, serve, start="spawn")
         try:
             return self.pools[ranks].run(function, args, kwargs)
         except BaseException:

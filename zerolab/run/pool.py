@@ -92,10 +92,10 @@ def answer(pipe, rank, ranks):
 
 
 class Pool:
-    def __init__(self, ranks, timeout, serve=serve_over_gloo):
+    def __init__(self, ranks, timeout, serve=serve_over_gloo, start="forkserver"):
         # Ranks are forked from a server that has imported torch and started no thread. They cannot be forked from this
         # process, because torch's threads would be missing and gloo would hang.
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(start)
         context.set_forkserver_preload(PRELOADED)
         self.timeout = timeout
         self.folder = tempfile.TemporaryDirectory()  # has the file in which the ranks meet
