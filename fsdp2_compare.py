@@ -11,7 +11,7 @@ An engine is anything that trains a model, usually on several ranks. These eight
     zero3                       zero3.py
     fsdp2                       fully_shard, which shards the same tensors as zero3
 
-These run only if `--engines` names them, and so do zero1_2psi and DeepSpeed's stages:
+These run only if `--engines` names them, and so do zero1_2psi, zero3-prefetch0 and DeepSpeed's stages:
 
     fsdp1                       FullyShardedDataParallel around every block and the model, like fsdp2
     fsdp1_article               the same with the wrap policy of the article "Scaling LLM Training"

@@ -22,7 +22,7 @@ Any object with `model` and `optimizer` is an engine here. One training step, wa
             json.dump(chrome_trace(spans, lives), file)
 
 held            bytes of parameters, gradients and optimizer state that this rank holds now
-ledger          live bytes and their peak, what they are for, in which step and module; out-of-memory errors with these
+ledger          live bytes and their peak, what they are for, in which step and module
 traffic         every collective: its kind, its bytes, its step
 timeline        the recorder of a step's events: when each step, module and collective began and ended
 intercept       the one place that replaces functions of torch while the instruments are open

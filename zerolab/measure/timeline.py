@@ -109,11 +109,11 @@ class Timeline(TorchDispatchMode):
     """`with Timeline(engine) as timeline: engine.training_step(...)`; then `timeline.spans`, in order of their start.
 
     It watches from outside, like the ledgers, and listens to waits and resized storages (intercept.py). `listener`
-    hears of the events while they happen. A collective
-    ends when its backend reports it or when a wait for it returns, whichever is first. (Gloo reports no end of a
-    reduce-scatter: it ends inside `wait`.) On CUDA the times are the GPU's: an event on the computing stream before and
-    after each operation, and one where the collective ends. There an operation begins when the GPU has reached it *and*
-    the host has launched it, because a GPU that waits for a slow host does not compute.
+    hears of the events while they happen. A collective ends when its backend reports it or when a wait for it returns,
+    whichever is first. (Gloo reports no end of a reduce-scatter: it ends inside `wait`.) On CUDA the times are the
+    GPU's: an event on the computing stream before and after each operation, and one where the collective ends. There an
+    operation begins when the GPU has reached it *and* the host has launched it, because a GPU that waits for a slow
+    host does not compute.
 
     For zerolab/measure/step_time.py it also has, in the same seconds, `collectives` in the order of their issue, and
     `waits`.

@@ -6,9 +6,8 @@ A page is written by hand except between two marks, which a reader on GitHub doe
     ...
     <!-- end -->
 
-`BLOCKS` has the function that writes each block. `./launch.sh docs --check` writes nothing. It lists stale pages, and
-the results that were measured on older code.
-Without it the figures are drawn too, into results/figures/.
+`BLOCKS` has the function that writes each block. The command also draws the figures into results/figures/.
+`./launch.sh docs --check` writes nothing, and lists stale pages and the results that were measured on older code.
 """
 
 import difflib
