@@ -51,7 +51,7 @@ NO_ENGINES = [
     (
         "old.py",
         LISTING.replace("(model, optimizer, d", "(model, optimizer_cls, d"),
-        "old.py, line 48: build(model, opt",
+        "old.py, line 47: build(model, opt",
     ),
     ("zero2.py", LISTING, "is taken"),
     ("broken.py", "def build(:\n", "line 1: SyntaxError"),

@@ -3,8 +3,7 @@
 The file has `build(model, optimizer, device)`, which puts an engine around `model`; `optimizer` is a torch optimizer
 over the model's parameters. It returns anything with `model`, `optimizer`, and either
 `training_step(inputs, targets, loss_fn)` or `__call__`, `step()` and `zero_grad()`. `COUNTERPART` names an engine that
-it is compared with, `SUPPORTS` lists more features for the conformance tests to check, and `TITLE` is what figures call
-it.
+it is compared with, and `SUPPORTS` lists more features for the conformance tests to check.
 """
 
 import contextlib
@@ -64,10 +63,9 @@ def _enter(path: Path) -> str:
     supports = found.get("SUPPORTS", ())
     if not isinstance(supports, (tuple, list)) or not set(supports) <= set(FEATURES):
         raise ValueError(f"SUPPORTS is {supports!r}, and must be a tuple of names among {', '.join(FEATURES)}")
-    title = str(found.get("TITLE", name))
     ENGINES[name] = Engine(
         name,
-        title,
+        name,
         partial(_built, build),
         shards=ENGINES[counterpart].shards if counterpart else (),
         sends=ENGINES[counterpart].sends if counterpart else None,
