@@ -15,6 +15,7 @@ ranks, parts         how many ranks; what live bytes are for, in the order of `l
 shards               whether a rank owns a cell of each row; without (DDP) the cells are parts of what every rank has
 rows                 units or buckets: {name, parameters, cells: [bytes of one cell of each column]}, a cell per rank
 units                {unit: rows with parameters of it}
+sent                 of each rank the bytes that it sends in the step
 collectives          {kind, row, nbytes: of the whole buffer, step, issued: [of each rank], ended: [of each rank]}
 work                 [rank, unit, step, begins, ends]: a rank computes
 waits                [rank, begins, ends, collective]: a rank cannot go on without it
