@@ -276,15 +276,15 @@ class Sleepy(Layers):
         return x
 
 
-def slow_or_not(stage, options, cycles=0, steps=4):
-    """Weights after some steps of a `Sleepy` model. Every step changes the weights, so stale ones show."""
+def slow_or_not(stage, options, cycles=0):
+    """Weights after four steps of a `Sleepy` model. Every step changes the weights, so stale ones show."""
     model = layers_on_gpu(Sleepy, 4, 256)
     model.cycles = cycles
     own = {"bucket_mb": 0.3} if "zero3" not in stage else {}  # a bucket per layer
     engine = STAGES[stage](model, ADAMW(model.parameters()), **own, **options)
     if cycles:
         engine.optimizer.register_step_pre_hook(lambda *_: torch.cuda._sleep(cycles))
-    for step in range(steps):
+    for step in range(4):
         engine.training_step(*vectors(step, 256), mse_loss)
     return weights_of(engine)
 

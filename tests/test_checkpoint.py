@@ -308,11 +308,11 @@ def everything(folder):
     return found
 
 
-def same_files(found, expected, tolerance=0.0):
+def same_files(found, expected):
     found, expected = everything(found), everything(expected)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
-        same(found[name], value, tolerance, name)
+        same(found[name], value, what=name)
 
 
 def train_on_rank_0s_batches(trained, steps):

@@ -23,7 +23,7 @@ def sizes(trained):
     return [bucket.numel for bucket in getattr(trained, "buckets", None) or trained.units]
 
 
-def expected_step(stage, sizes, ahead=1, no_sync=False):
+def expected_step(stage, sizes, no_sync=False):
     """The collectives of a backward and of `step()`: [(kind, elements)] each."""
     gathers = [("all-gather", size) for size in sizes]
     if stage == "zero1":
@@ -34,7 +34,7 @@ def expected_step(stage, sizes, ahead=1, no_sync=False):
     *units, root = sizes
     found = [("all-gather", root)] + [("all-gather", size) for size in units]
     waiting = [("all-gather", size) for size in reversed(units)]
-    found += [waiting.pop(0) for _ in range(1 + ahead)]
+    found += [waiting.pop(0), waiting.pop(0)]  # the last unit, and the one that is prefetched
     for size in reversed(units):
         found += [] if no_sync else [("reduce-scatter", size)]
         found += [waiting.pop(0)] if waiting else []

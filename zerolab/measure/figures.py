@@ -43,10 +43,6 @@ COLOURS = {  # one colour for one meaning, in all figures
     "update": OPTIMIZER,
     "gather": GATHERED,
     "reduce": IN_FLIGHT,
-    # what the time of a step is spent on
-    "host": "tan",
-    "broadcast": "orchid",
-    "waiting": "indianred",
 }
 LANES = ("forward", "backward", "gather", "reduce", "update")
 UNITS = {"GB": "GB (10⁹ bytes)", "MB": "MB (10⁶ bytes)"}

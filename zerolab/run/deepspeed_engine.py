@@ -74,7 +74,6 @@ class DeepSpeedStep(Looped):
 
     def __init__(self, engine):
         self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer.optimizer
-        self.bucket_bytes = 4 * engine.zero_reduce_bucket_size()  # of the buffer that gradients go through
 
     def __call__(self, *inputs, **named):
         return self.engine(*inputs, **named)

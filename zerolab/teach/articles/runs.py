@@ -37,9 +37,9 @@ class Chain(nn.Sequential):
         return list(self)
 
 
-def chain(layers: int = 8, width: int = 64) -> Chain:
+def chain(layers: int = 8) -> Chain:
     """Equal square matrices and nothing else: for ZeRO-3 `layers` units, and a root without parameters."""
-    return Chain(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+    return Chain(*[nn.Linear(64, 64, bias=False) for _ in range(layers)])
 
 
 def chain_of_16() -> Chain:
