@@ -27,7 +27,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         metavar="N",
         type=positive_int,
-        help="the number of ranks (processes), 2 or more (default 3)",
+        help="the number of ranks (processes), 2 or more (default 3; two_machines and second_shard need 4)",
     )
     parser.add_argument(
         "--hint",

@@ -7,7 +7,7 @@ from zerolab.run.shared_options import make_parser
 
 DESCRIPTION = """\
 Writes an exercise to exercises/NAME.py. It is a copy of zero1.py, zero2.py or zero3.py
-with blanks, which are functions whose code you write, or a task with a function to
+with blanks, which are functions whose code you write, or a task with a class to
 write. ./launch.sh check NAME tests your code."""
 EXAMPLES = """\
   ./launch.sh exercise zero1
