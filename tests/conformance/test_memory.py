@@ -315,7 +315,7 @@ def test_zero3_keeps_units_through_micro_batches_if_asked(engine, quiet):
     pair = Pair(engine, seeded(Blocks), reshard_after_backward=False)
     units = len(pair.trained.units)
     for step in range(3):
-        with Recorder(probe=None) as recorder:
+        with Recorder() as recorder:
             for micro in range(3):
                 pair.backward(3 * step + micro, quiet=quiet and micro < 2)
                 assert all(unit.allocated for unit in pair.trained.units)

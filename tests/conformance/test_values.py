@@ -245,7 +245,7 @@ def record_step(build, make, options):
     data = [own_batch(step, dtype=torch.float32) for step in range(3)]
     for inputs, targets in data[:2]:
         trained.training_step(inputs, targets, mse_loss)
-    with Recorder(probe=None) as recorder:
+    with Recorder() as recorder:
         loss = trained.training_step(*data[2], mse_loss)
     return recorder, loss, build.weights(trained)
 
