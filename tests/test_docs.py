@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import started
-from typed_commands import started as python_started_by
-from typed_commands import typed
+from typed_commands import python_arguments, typed
 
 from zerolab.measure import figures
 from zerolab.run.ranks import ROOT
@@ -149,7 +148,7 @@ def test_the_examples_in_help_texts_can_be_typed():
         assert examples, command
         for example in examples:
             words = shlex.split(example, comments=True)
-            assert words[0] == command and python_started_by(*words), example
+            assert words[0] == command and python_arguments(*words), example
 
 
 # Output and scripts in the pages.

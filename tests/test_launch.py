@@ -128,7 +128,7 @@ def test_a_chapter_walks_through_a_step(tmp_path, stage):
 def test_a_command_with_ranks_is_started_by_torchrun(words, program, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for ranks in (["3"], []):
-        line = typed_commands.started(*words.split(), *ranks, "--preset", "toy")
+        line = typed_commands.python_arguments(*words.split(), *ranks, "--preset", "toy")
         assert line[:2] == ["-m", "zerolab.run.torchrun"]
         found = parse_args(line[2:])
         assert found.max_restarts == (3 if words.startswith("train") else 0)
@@ -142,15 +142,15 @@ def test_a_command_with_ranks_is_started_by_torchrun(words, program, monkeypatch
 def test_a_command_without_ranks_is_one_process():
     for words in ("memory 4", "plan", "bug 3", "report", "articles", "docs --check", "exercise zero1", "check zero1"):
         command, *given = words.split()
-        line = typed_commands.started(*words.split())
+        line = typed_commands.python_arguments(*words.split())
         assert line == ["-m", launch.COMMANDS[command].module, *given] and importlib.util.find_spec(line[1])
-    assert typed_commands.started("bench", "--host") == ["-m", "zerolab.measure.bench", "--host"]
+    assert typed_commands.python_arguments("bench", "--host") == ["-m", "zerolab.measure.bench", "--host"]
 
 
 def test_without_a_number_there_is_a_rank_per_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
-    assert parse_args(typed_commands.started("compare")[2:]).nproc_per_node == "4"
-    assert parse_args(typed_commands.started("compare", "--device", "cpu")[2:]).nproc_per_node == "2"
+    assert parse_args(typed_commands.python_arguments("compare")[2:]).nproc_per_node == "4"
+    assert parse_args(typed_commands.python_arguments("compare", "--device", "cpu")[2:]).nproc_per_node == "2"
 
 
 WRONG_OPTIONS = """
@@ -197,7 +197,7 @@ def test_a_package_that_is_too_old_is_named_with_its_version(monkeypatch):
 
 def test_without_a_command_the_command_that_runs_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert typed_commands.started()[-1] == "fsdp2_compare"
+    assert typed_commands.python_arguments()[-1] == "fsdp2_compare"
     first, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("Without a command, ./launch.sh runs compare: ")
 

@@ -88,7 +88,7 @@ def test_every_command_is_one_that_its_program_accepts(gpus, tmp_path, monkeypat
     for command in chosen:
         program, *words = shlex.split(command.line)
         if program == "./launch.sh":
-            assert typed_commands.started(*words), command
+            assert typed_commands.python_arguments(*words), command
     files = [word for command in chosen for word in shlex.split(command.line) if word.endswith(".json")]
     assert len(files) == len({*files}) and all(Path(file).parent == tmp_path for file in files)
     assert len({command.line for command in chosen}) == len(chosen)

@@ -31,7 +31,7 @@ def note(*line) -> None:
     raise Started(list(line))
 
 
-def started(*words: str, **environment: str) -> list[str]:
+def python_arguments(*words: str, **environment: str) -> list[str]:
     """The arguments of the Python that `./launch.sh WORDS` starts. SystemExit if it starts none."""
     with (
         mock.patch.dict(os.environ, environment),
@@ -62,7 +62,7 @@ def typed(line: str) -> tuple[int, str, str]:
         warnings.catch_warnings(action="ignore"),  # the module may be imported already
     ):
         try:
-            program = started(*words[len(environment) :])
+            program = python_arguments(*words[len(environment) :])
             out.seek(0)
             out.truncate()  # which has the command line of torchrun
             start_of_module = program.index("-m", program.index("-m") + 1 if "zerolab.run.torchrun" in program else 0)
