@@ -70,9 +70,8 @@ def outcome_of_failure(failed):
 @functools.cache
 def rewrite_assertions():
     """Have pytest rewrite the assertions of test modules that are imported on a rank, as in the main process."""
-    _prepareconfig(
-        ["--noconftest", "-c", os.devnull, "--rootdir", str(TESTS)]
-    )  # pytest's import hook is one of its parts
+    # This also installs pytest's import hook.
+    _prepareconfig(["--noconftest", "-c", os.devnull, "--rootdir", str(TESTS)])
     pytest.register_assert_rewrite("helpers", "conformance")
 
 

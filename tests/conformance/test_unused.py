@@ -9,9 +9,8 @@ from torch import nn
 
 from conformance.pair import Pair
 
-ADAMW = partial(
-    torch.optim.AdamW, lr=1e-2, weight_decay=0.3
-)  # decays parameters that have a gradient, also a zero gradient
+# AdamW decays parameters that have a gradient, also a zero gradient.
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)
 
 
 class Choices(nn.Module):
