@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from zerolab.run.ranks import ROOT
 
 
 @dataclass(frozen=True)

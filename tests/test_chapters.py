@@ -12,7 +12,6 @@ import subprocess
 import sys
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,8 +43,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zero1 import Bucket, Meter, Model, ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3, parameters_by_unit
+from zerolab.run.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.3)  # a step too many or too few shows in the decay
 
 

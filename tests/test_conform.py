@@ -4,12 +4,11 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pages_engine import CORRECT, LISTING, REDUCE, STEP, WRONG, changed
 
-ROOT = Path(__file__).resolve().parent.parent
+from zerolab.run.ranks import ROOT
 
 # {name: (the engine in its file, the outcome)}
 OTHERS = {

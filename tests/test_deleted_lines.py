@@ -32,10 +32,11 @@ from helpers import (
     whole_weights,
     with_side_loss,
 )
-from mutations import ADD_UP, EVENTS, FOR_NOTHING, LATE, OLD_GRAPH, ROOT, TWICE, Mutation, mutated
+from mutations import ADD_UP, EVENTS, FOR_NOTHING, LATE, OLD_GRAPH, TWICE, Mutation, mutated
 from torch import nn
 
 from zerolab.run.pool import RankFailed
+from zerolab.run.ranks import ROOT
 
 CLASSES = {"zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3"}
 ONE_BY_ONE = {"zero1": {"bucket_mb": 0}, "zero2": {"bucket_mb": 0}, "zero3": {}}  # several buckets or units

@@ -6,17 +6,16 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from zerolab.run.pool import RankFailed, run_on_ranks
+from zerolab.run.ranks import ROOT
 from zerolab.teach.museum import visit as museum
 from zerolab.teach.museum.exhibits import EXHIBITS, LABELS
 from zerolab.teach.museum.loop import Loop, visit
 
-ROOT = Path(__file__).resolve().parent.parent
 ALL = list(EXHIBITS)
 QUICK = [1, 20]  # an exhibit of values and one of memory
 HANGING = [number for number in ALL if "timeout" in EXHIBITS[number].differs]

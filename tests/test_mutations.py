@@ -5,10 +5,11 @@ import io
 import sys
 
 import pytest
-from mutations import OTHERS, RIGHT, ROOT, mutated_source
+from mutations import OTHERS, RIGHT, mutated_source
 from test_deleted_lines import DELETED
 
 from zerolab.run import pool
+from zerolab.run.ranks import ROOT
 
 MUTATIONS = [*(mutation for mutation, _, _ in DELETED), *OTHERS]
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import started
@@ -22,12 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerolab.measure import report
 from zerolab.run import engines
+from zerolab.run.ranks import ROOT
 
 if "SIMULATED_GPUS" not in os.environ:
     pytest.skip("./launch.sh test --simulated-gpus N", allow_module_level=True)
 from extra.simulated_gpu import cases_simulated as cases
 
-ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count()
 RANKS = max(2, GPUS)  # on one GPU two ranks share it, over gloo
 several = pytest.mark.skipif(GPUS < 2, reason="NCCL's ranks need a GPU each: two at least")

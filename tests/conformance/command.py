@@ -14,8 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parents[1]
+from zerolab.run.ranks import ROOT
+
+FOLDER = ROOT / "tests" / "conformance"
 PATIENCE = 20  # seconds that a collective may take; then it is a hang
 
 
