@@ -9,8 +9,6 @@ LISTING = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).g
 REDUCE = "        dist.all_reduce(self.gradients)\n"
 MEAN = "        self.gradients /= self.world_size\n"
 STEP = "        self.optimizer.step()\n"
-GATHER = "        all_gather(self.weights, self.shard)\n"
-ZERO = "        self.gradients.zero_()\n"
 FORWARD = "        return self.model(*inputs)\n"
 OWN_OPTIMIZER = "        self.optimizer = optimizer\n"
 SIZES = "[-(-p.numel() // 4) * 4 for p in self.params]"

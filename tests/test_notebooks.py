@@ -1,4 +1,4 @@
-"""The notebooks: committed without outputs, they open anywhere, run to the end at toy size, and become pages."""
+"""The notebooks: committed without outputs, they open anywhere, and run to the end at toy size."""
 
 import html
 import json

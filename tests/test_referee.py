@@ -81,7 +81,7 @@ WRONG_ON = {
 
 @pytest.mark.parametrize("name", WRONG_ON)
 def test_a_wrong_engine_is_found(tmp_path, name):
-    """The others in pages_engine.py are found by conformance: test_conform.py."""
+    """The one that sums and does not average is found by conformance: test_conform.py."""
     assert found(tmp_path, name, WRONG[name], *WRONG_ON[name]) > 100 * proof.TOLERANCE
 
 
