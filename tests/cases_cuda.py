@@ -4,12 +4,12 @@ import contextlib
 import gc
 import math
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from conformance.pair import Pair
 from conformance.subjects import subject
+from conformance.test_late_collectives import collectives_started_by
 from helpers import (
     Dtypes,
     Tied,
@@ -19,16 +19,13 @@ from helpers import (
     own_batch,
     same,
     seeded,
-    storage_bytes,
     whole_weights,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import zero1
-import zero2
-import zerolab.engine.bucket
 from zerolab.engine import GradScaler
+from zerolab.measure.held import storage_bytes, tensor_leaves
 from zerolab.measure.ledger import MemoryLedger, release_sent, warm_up
 from zerolab.run import engines
 from zerolab.run.model import GPT, GPTConfig, initialize, next_token_loss
@@ -179,11 +176,9 @@ def held_bytes_are_the_accounting(stage, options):
     updated = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
     state = [value for values in engine.optimizer.state.values() for value in values.values()]
     counters = 4 * len(updated)  # AdamW counts the steps of each tensor that it updates
-    found = (
-        storage_bytes([*model.parameters(), *(bucket.shard for bucket in buckets)]),
-        storage_bytes([*(bucket.gradient for bucket in buckets), *(piece.grad for piece in updated)]),
-        storage_bytes(state),
-    )
+    params = [*model.parameters(), *(bucket.shard for bucket in buckets)]
+    gradients = [*(bucket.gradient for bucket in buckets), *(piece.grad for piece in updated)]
+    found = tuple(storage_bytes(tensor_leaves(each)) for each in (params, gradients, state))
     assert found == (*expected[:2], expected[2] + counters), (found, expected, counters)
     gc.collect()
     release_sent(torch.device("cuda", torch.cuda.current_device()))
@@ -322,28 +317,14 @@ def late_collectives():
     """
     issued = []
 
-    def late(collective):
-        def issue(output, *inputs, async_op=False, **options):
-            if not async_op:
-                return collective(output, *inputs, **options)
-            if inputs:
-                kept = inputs[0].clone()
-                output.fill_(torch.nan if output.is_floating_point() else 255)  # bytes of 255 are NaN, too
-                inputs[0].copy_(kept)  # it may be a part of the output
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(CYCLES)
-                work = collective(output, *inputs, async_op=True, **options)
-            issued.append((side, work))
-            return work
+    def run_on_a_slow_stream(collective):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(CYCLES)
+            work = collective(async_op=True)
+        issued.append((side, work))
+        return work
 
-        return issue
-
-    gather, scatter = late(zero1.all_gather), late(zero2.reduce_scatter)
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(dist, "all_reduce", late(dist.all_reduce)))
-        for module in (zero1, zerolab.engine.bucket):
-            patches.enter_context(mock.patch.object(module, "all_gather", gather))
-        patches.enter_context(mock.patch.object(zero2, "reduce_scatter", scatter))
+    with collectives_started_by(run_on_a_slow_stream):
         yield issued

@@ -29,24 +29,22 @@ class Late:
 
 
 @contextlib.contextmanager
-def late_collectives(*wrong_chapters):
-    """A slow network. Yields the list of collectives that were not waited for yet.
+def collectives_started_by(start, *wrong_chapters):
+    """Inside, an asynchronous collective is started by `start(collective)`, which returns what one waits for.
 
-    A collective's output is NaN until it runs, and it reads its input only then. This holds for the chapters, for our
-    engines, and for modules of wrong chapters.
+    `start` may run the collective later. The output is NaN until it runs, and it reads its input only then. This holds
+    for the chapters, for our engines, and for modules of wrong chapters.
     """
-    pending = []
 
     def late(real):
         def issue(output, *inputs, async_op=False, **options):
             if not async_op:
                 return real(output, *inputs, **options)
-            if inputs and output.is_floating_point():
+            if inputs:
                 kept = inputs[0].clone()
-                output.fill_(torch.nan)
+                output.fill_(torch.nan if output.is_floating_point() else 255)  # bytes of 255 are NaN, too
                 inputs[0].copy_(kept)  # it may be a part of the output
-            pending.append(Late(partial(real, output, *inputs, **options), pending))
-            return pending[-1]
+            return start(partial(real, output, *inputs, **options))
 
         return issue
 
@@ -57,6 +55,19 @@ def late_collectives(*wrong_chapters):
             for name, collective in (("all_gather", gather), ("reduce_scatter", scatter)):
                 if hasattr(module, name):
                     patches.enter_context(mock.patch.object(module, name, collective))
+        yield
+
+
+@contextlib.contextmanager
+def late_collectives(*wrong_chapters):
+    """A slow network: collectives run in `wait()`. Yields the list of those that were not waited for yet."""
+    pending = []
+
+    def run_in_wait(collective):
+        pending.append(Late(collective, pending))
+        return pending[-1]
+
+    with collectives_started_by(run_in_wait, *wrong_chapters):
         yield pending
 
 
@@ -120,7 +131,6 @@ def test_backward_computes_while_a_reduction_is_in_flight(engine):
 
         with Recorder(probe=in_flight) as recorder:
             pair.backward(0)
-        names = [name for name, _ in recorder.operations]
-        assert any(probed for name, probed in zip(names, recorder.probed) if name == "mm")
+        assert any(probed for name, probed in zip(recorder.operations, recorder.probed) if name == "mm")
         pair.step()
     pair.check_weights()
