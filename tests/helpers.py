@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from zerolab.measure.held import tensor_leaves
 from zerolab.run.pool import run_on_ranks
 
 
@@ -232,7 +232,7 @@ class PartlyRecomputed(Blocks):
 
 def seeded(make, *args, seed=0, dtype=torch.float64):
     """The same model on every rank."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make(*args)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -332,7 +332,7 @@ class Recorder(TorchDispatchMode):
     probe        a function that is called after each operation; `probed` is the list of its values
 
     collectives  [(kind, elements of the whole buffer)], in the order in which they were issued
-    operations   [(name, storages that it used)]; the name of a collective is its kind
+    operations   the names of all operations; the name of a collective is its kind
     peak         the most bytes that were alive after an operation, in `alive` and in tensors from operations in the
                  block. A storage that was freed by resizing counts 0. Copies inside a backend are not counted: gloo's
                  reduce-scatter makes one of its input.
@@ -371,9 +371,9 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if func.namespace == "c10d":
             name = KINDS.get(name, name)
-            sizes = [each.numel() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            sizes = [each.numel() for each in tensor_leaves((args, kwargs))]
             self.collectives.append((name, max(sizes, default=0)))
-        self.operations.append((name, addresses))
+        self.operations.append(name)
         self.peak = max(self.peak, self.live_bytes())
         if self.probe is not None:
             self.probed.append(self.probe())
@@ -381,14 +381,4 @@ class Recorder(TorchDispatchMode):
 
 
 def storages_of(values):
-    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-    return [each.untyped_storage() for each in tensors if each.layout is torch.strided]
-
-
-def storage_bytes(tensors):
-    """Bytes of the storages under these tensors, each counted once."""
-    storages = {}
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+    return [each.untyped_storage() for each in tensor_leaves(values) if each.layout is torch.strided]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from helpers import different_on_ranks, same, storage_bytes, whole_weights
+from helpers import different_on_ranks, same, whole_weights
 from random_models import LAYERS, Model, Part, loss_of, make_batch, make_network, output_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -35,6 +35,7 @@ from zero1 import ZeRO1
 from zero2 import ZeRO2
 from zero3 import ZeRO3
 from zerolab.engine import ZeRO1Engine, ZeRO2Engine, ZeRO3Engine, checkpoint
+from zerolab.measure.held import storage_bytes
 from zerolab.run.pool import RankFailed, run_on_ranks
 
 CHAPTERS = {"zero1.py": ZeRO1, "zero2.py": ZeRO2, "zero3.py": ZeRO3}

@@ -28,13 +28,13 @@ from helpers import (
     raised_on_every_rank,
     run_on_ranks,
     seeded,
-    storage_bytes,
     whole_weights,
     with_side_loss,
 )
 from mutations import ADD_UP, EVENTS, FOR_NOTHING, LATE, OLD_GRAPH, TWICE, Mutation, mutated
 from torch import nn
 
+from zerolab.measure.held import storage_bytes
 from zerolab.run.pool import RankFailed
 from zerolab.run.ranks import ROOT
 

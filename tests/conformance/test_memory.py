@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Block, Blocks, Recomputed, Recorder, Tied, mse, own_batch, seeded, storage_bytes
+from helpers import Block, Blocks, Recomputed, Recorder, Tied, mse, own_batch, seeded
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conformance.pair import Pair
 from conformance.subjects import subject
+from zerolab.measure.held import storage_bytes, tensor_leaves
 from zerolab.teach.check import student
 from zerolab.teach.check.helpers import Differs, same_memory
 from zerolab.teach.exercises import EXERCISES
@@ -64,7 +65,7 @@ def held_by(trained):
     for bucket in getattr(trained, "buckets", ()):
         gradients.append(bucket.gradient)  # of ZeRO-1
     state = [value for values in trained.optimizer.state.values() for value in values.values()]
-    return storage_bytes(params), storage_bytes(gradients), storage_bytes(state)
+    return tuple(storage_bytes(tensor_leaves(each)) for each in (params, gradients, state))
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -343,7 +344,7 @@ def test_zero2_has_whole_gradients_of_two_buckets_at_most(engine):
         tensors = [get_grad(param) for param in trained.model.parameters()]
         if trained.in_flight is not None:
             tensors.append(trained.in_flight.gradient)
-        return storage_bytes(tensors)
+        return storage_bytes(tensor_leaves(tensors))
 
     with Recorder(probe=whole_gradients) as recorder:
         for step in range(2):

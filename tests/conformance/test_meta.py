@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Blocks, Recorder, Tied, batch, seeded, storage_bytes
+from helpers import Blocks, Recorder, Tied, batch, seeded
 from torch import nn
 
 from conformance.pair import Pair
 from conformance.test_memory import Wide
 from conformance.test_state_dict import Odd, check_rank_0s, fill_by_rank
+from zerolab.measure.held import storage_bytes
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 float_batch = partial(batch, dtype=torch.float32)

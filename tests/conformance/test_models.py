@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Recorder, different_on_ranks, mse, seeded, storage_bytes
+from helpers import Recorder, different_on_ranks, mse, seeded
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from conformance.pair import Pair
+from zerolab.measure.held import storage_bytes
 
 
 class Layers(nn.Module):

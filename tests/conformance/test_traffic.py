@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from helpers import Blocks, Recorder, mse, own_batch, same, seeded, storage_bytes
+from helpers import Blocks, Recorder, mse, own_batch, same, seeded
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.test_memory import FUSED, Wide, wide_batch
+from zerolab.measure.held import storage_bytes, tensor_leaves
 from zerolab.measure.traffic import TrafficLedger
 
 
@@ -212,7 +213,7 @@ def test_what_is_shared_out_is_not_on_every_rank(engine):
     state = [value for values in inner.state.values() for value in values.values()]
     held = {"parameters": list(trained.model.parameters()), "optimizer": state}
     for kind in set(kinds) & set(held):
-        total = torch.tensor(storage_bytes(getattr(each, "_local_tensor", each) for each in held[kind]))
+        total = torch.tensor(storage_bytes(tensor_leaves(held[kind])))
         dist.all_reduce(total)
         assert total <= 2.1 * whole * (1 + (kind == "optimizer")), kind  # AdamW has two moments
 
