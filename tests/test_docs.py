@@ -206,7 +206,7 @@ def test_the_lines_for_muon_train(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_table_of_padding_is_what_the_lines_under_it_print(tmp_path):
+def test_the_table_of_padding_is_what_the_lines_under_it_print():
     script = code("def show", "docs/whole-parameters.md")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     found = re.findall(r"(\d+) ranks: ([\d.]+), ([\d.]+) and ([\d.]+)", ended.stdout)

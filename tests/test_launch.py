@@ -326,7 +326,7 @@ def test_under_plain_torchrun_each_rank_prints_its_error(tmp_path):
     assert ended.returncode == 1 and "[rank 1] error: I have had enough\n" in ended.stderr
 
 
-def test_the_first_failure_is_the_one_that_made_the_others_fail(tmp_path):
+def test_the_first_failure_is_the_one_that_made_the_others_fail():
     """Times are in whole seconds. A rank that torch killed 30 s after its SIGTERM is not the first, either."""
 
     def failure(exitcode: int, timestamp: int, text: str | None = None, lost: bool = False):
