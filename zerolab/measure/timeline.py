@@ -1,8 +1,8 @@
 """The timeline: the recorder of a step's events.
 
-It records when a rank computes and when its collectives are in flight, in which step and module. Four tools are made
-from it: the printed trace (step_trace.py), the Chrome trace (`chrome_trace`), the parts of a step's time (step_time.py)
-and the page of extra/watch.
+It records when a rank computes and when its collectives are in flight, in which step and module. Users
+see these events as the printed trace (step_trace.py), the Chrome trace (`chrome_trace`), the parts of a step's time
+(step_time.py) and the page of extra/watch.
 """
 
 import bisect
@@ -115,8 +115,8 @@ class Timeline(TorchDispatchMode):
     operation begins when the GPU has reached it *and* the host has launched it, because a GPU that waits for a slow
     host does not compute.
 
-    For zerolab/measure/step_time.py it also has, in the same seconds, `collectives` in the order of their issue, and
-    `waits`.
+    For zerolab/measure/step_time.py it also records `collectives`, in the order of their issue, and `waits`. Their
+    times are in the same seconds.
     """
 
     def __init__(self, engine=None, device: torch.device | None = None, listener: Listener | None = None):
@@ -204,9 +204,8 @@ class Timeline(TorchDispatchMode):
         if func._schema.name in PRODUCTS:
             for _, span in self._under_way.values():
                 span.hides = True
-        started = (
-            (start, time.perf_counter()) if self._gpu else start
-        )  # the GPU has reached it, the host has launched it
+        # On a GPU, an operation has started when the GPU has reached it and the host has launched it.
+        started = (start, time.perf_counter()) if self._gpu else start
         last = self._computing
         if last is None or (last.name, last.step) != at_work:
             self._computing = last = Span(COMPUTE, at_work[0], started, None, at_work[1])

@@ -1,4 +1,4 @@
-"""Shards and collectives by hand, on lists in one process: the solutions of notebooks 1 and 2, also used by a claim."""
+"""Shards and collectives by hand, on lists in one process: the solutions of notebooks 1 and 2."""
 
 
 def cut(values: list[float], ranks: int) -> list[list[float]]:

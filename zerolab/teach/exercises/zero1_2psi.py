@@ -17,7 +17,7 @@ REDUCE = Blank(
     ),
     target="about {lines} lines. It sends Ψ elements here and 2Ψ in all, and holds at most 4Ψ + 4Ψ/N bytes of "
     "gradients",
-    read="the last paragraph of the docstring of Reduction in zero2.py; ZeRO paper, section 7",
+    read="the last paragraph of zero2.py; ZeRO paper, section 7",
 )
 
 

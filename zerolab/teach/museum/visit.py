@@ -35,7 +35,7 @@ def catalogue():
     for exhibit in EXHIBITS.values():
         if exhibit.stage != stage:
             stage = exhibit.stage
-            engines = "Beyond the chapters: clipping, checkpoints, loss scaling"
+            engines = "Beyond the chapters"
             lines += ["", engines if stage == "engines" else f"{stage}.py"]
         lines.append(f"{exhibit.number:>4}  {exhibit.title}")
     lines += [
