@@ -46,7 +46,7 @@ def kind_of(func) -> str | None:
 @dataclass(frozen=True)
 class Collective:
     """One collective, or one send or receive: its kind, the bytes of the whole buffer, the bytes that this rank sends
-    for it, the step, the bytes of an element, and the global ranks of its group.
+    for it, the step, and the bytes of an element.
 
     A collective in bfloat16 sends as many elements as one in float32, and half the bytes.
     """
@@ -56,7 +56,6 @@ class Collective:
     sent_bytes: float
     step: str
     element_bytes: int = 4
-    ranks: tuple[int, ...] = ()
 
     @property
     def sent_elements(self) -> float:
@@ -121,10 +120,9 @@ class TrafficLedger(TorchDispatchMode):
     def _note(self, kind: str, args) -> None:
         whole, group = whole_bytes(kind, args), group_of(args)
         element = next((tensor.element_size() for tensor in tensor_leaves(args)), 4)
-        ranks = tuple(dist.get_process_group_ranks(group))
         is_root = kind in ("gather", "scatter") and args[3] == group.rank()
-        sent = sent_bytes(kind, whole, len(ranks), is_root)
-        self.collectives.append(Collective(kind, whole, sent, self._where.step, element, ranks))
+        sent = sent_bytes(kind, whole, group.size(), is_root)
+        self.collectives.append(Collective(kind, whole, sent, self._where.step, element))
 
 
 def whole_bytes(kind: str, args) -> int:

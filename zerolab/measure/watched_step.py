@@ -66,9 +66,9 @@ def watched_step(engine, memory: MemoryLedger, allocator: Allocator | None = Non
     `allocator` was made before the engine was built.
     """
     memory.start_step(engine)
+    if allocator:
+        allocator.reset_peak()
     meter = allocator or memory
-    memory.reset_peak()
-    meter.reset_peak()
     with Seen() as seen:
         handle = engine.optimizer.register_step_pre_hook(lambda *_: seen.held.update(held_bytes(engine)))
         try:

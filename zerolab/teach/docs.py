@@ -183,14 +183,14 @@ def memory_state() -> str:
 
 def sweep(*words: str) -> str:
     """One sweep: a row per choice. `words` are the words of its name, without commas."""
-    sweep = " ".join(words)
+    title = " ".join(words)
     names = {name.replace(",", ""): rows for name, rows in result("sweeps-cpu-2ranks.json")["sweeps"].items()}
     rows = []
-    for choice, row in names[sweep].items():
+    for choice, row in names[title].items():
         times = [f"{row[time]:.0f}" for time in ("step_ms", "step_ms_lowest", "step_ms_highest")]
         peaks = [f"{row[peak] / 1e6:,.1f}" for peak in ("peak_bytes", "short_peak_bytes")]
         rows.append([choice, f"{row['collectives']}", *times, f"{row['ratio']:.2f}", *peaks])
-    return table(f"{sweep} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
+    return table(f"{title} | collectives | step ms | lowest | highest | x the first | peak MB | on 8 tokens", rows)
 
 
 # The machines whose reports are in results/.

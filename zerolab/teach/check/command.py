@@ -197,7 +197,7 @@ def print_table(found: dict[Path, dict[str, str]]) -> None:
     print()
     for number, title in enumerate(titles, start=1):
         print(f"{number:>3}  {title}")
-    print("\n" + "\n".join(tables.text(rows, left=range(len(rows[0])))))
+    print("\n" + "\n".join(tables.text(rows, left=tuple(range(len(rows[0]))))))
 
 
 def write_junit(path: str, found: dict[Path, dict[str, str]]) -> None:
