@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import platform
 import re
 from collections import Counter
 from importlib import metadata
@@ -14,7 +13,7 @@ import torch
 
 from conformance.on_ranks import WORST
 from zerolab.measure import tables
-from zerolab.run import code, json_file, process_group
+from zerolab.run import json_file
 
 OUTCOMES = ("correct", "refused", "wrong", "crash", "hang", "not applicable")
 SIGNS = {"refused": "refused", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
@@ -131,13 +130,8 @@ def without_places(message):
 
 def about():
     """Where and on which code the tests ran."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    found = json_file.about(torch.device("cpu"), "conform")
+    versions = {"python": found.pop("python"), "torch": found.pop("torch")}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["deepspeed"] = metadata.version("deepspeed")
-    return {
-        "versions": versions,
-        "hardware": process_group.hardware(torch.device("cpu")),
-        "commit": code.commit(),
-        "code": code.measured_hash(),
-        "command": json_file.command("conform"),
-    }
+    return {"versions": versions} | found
