@@ -70,7 +70,7 @@ def outcome_of_failure(failed):
 @functools.cache
 def rewrite_assertions():
     """Have pytest rewrite the assertions of test modules that are imported on a rank, as in the main process."""
-    # This also installs pytest's import hook.
+    # Configuring pytest installs the import hook that rewrites. No public function does this without running tests.
     _prepareconfig(["--noconftest", "-c", os.devnull, "--rootdir", str(TESTS)])
     pytest.register_assert_rewrite("helpers", "conformance")
 

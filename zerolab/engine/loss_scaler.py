@@ -27,6 +27,9 @@ class GradScaler(torch.amp.GradScaler):
     engine.zero_grad()
     """
 
+    # The methods below read and write private state of torch's scaler (`_found_inf_per_device`, the stage of an
+    # optimizer), because it has no public way to set the decision that its `update` uses.
+
     def __init__(self, device=None, **options):
         super().__init__(device or accelerator.kind(), **options)
 

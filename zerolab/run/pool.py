@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 60  # seconds, for a collective and for a whole test
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]  # imported once, not by each rank
+# Imported once, and not by each rank. multiprocessing skips a package that is not installed, such as pytest.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
 pools = {}  # number of ranks -> its Pool
 
 

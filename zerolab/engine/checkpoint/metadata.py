@@ -11,7 +11,7 @@ import pickle
 
 import torch
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # the class of entries in a list of contents
 
 
 class Unsafe(RuntimeError):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # torch's inverse of how it names leaves
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves, tree_map
 

@@ -7,5 +7,7 @@ student.py       a student's file as a module in which all blanks but one are th
 conftest.py      pytest's options, the argument `stage`, and the order of the tests
 command.py       the command: one file, or all files of a folder; then the conformance tests judge the whole file
 
+The check needs a clone of the project, because the conformance tests are in tests/, and it needs pytest.
+
 docs/teachers.md, "Your own tests", shows how to add a test.
 """
