@@ -129,6 +129,7 @@ def wait_for_rank_0(world: World) -> None:
     For work that only rank 0 does. A collective would not work: after ZERO_TIMEOUT seconds it ends the ranks that wait.
     Here they ask the store, again and again. If rank 0 dies, torchrun ends them, or the store does not answer.
     """
+    # torch has no public function for the store that the ranks met at.
     store, key = dist.distributed_c10d._get_default_store(), f"rank 0 worked alone/{next(_works_alone)}"
     if world.rank == 0:
         store.set(key, "done")
@@ -146,7 +147,7 @@ def stop() -> None:
 MISTAKES = (ValueError, TypeError, OSError)  # the user's: one line is enough, and exit status 2
 
 
-class Recorder(ErrorHandler):
+class ErrorFile(ErrorHandler):
     """Writes this rank's error to the file that torch's agent reads: torchrun.py here, or torchrun's table."""
 
     def record_exception(self, error: BaseException) -> None:
@@ -166,13 +167,13 @@ def run(main) -> None:
 
     The other ranks do not wait for this one: the launcher stops them when it exits.
     """
-    status, recorder = 0, Recorder()
+    status, error_file = 0, ErrorFile()
     try:
-        record(one_line()(main), recorder)()
+        record(one_line()(main), error_file)()
     except SystemExit as leaving:
         status = leaving.code or 0
         if status:
-            recorder.record("")  # `main` has printed why
+            error_file.record("")  # `main` has printed why
     except Exception as error:
         status = 2 if isinstance(error, MISTAKES) else 1
         print_error(error)

@@ -5,7 +5,7 @@
 The options are torchrun's, and its `run` starts the ranks, by torch's `elastic_launch`. torchrun itself would end with
 a table of all failures, below the traceback of `elastic_launch`.
 
-Ranks that are not restarted print no error. Each writes its error to the file that torch gives it (`Recorder` in
+Ranks that are not restarted print no error. Each writes its error to the file that torch gives it (`ErrorFile` in
 process_group.py), and this process prints the first one: all ranks raise the same error where all make the same
 mistake, and after one has failed the others fail because it is gone.
 """
