@@ -370,10 +370,12 @@ class Run:
         folders = [tempfile.mkdtemp() if self.rank == 0 else None for _ in range(2)]
         dist.broadcast_object_list(folders, 0)
         checkpoint.save(self.engine, folders[0], step=1)
-        (checkpoint.async_save if background else checkpoint.save)(self.engine, folders[0], step=2)
         if background:
+            checkpoint.async_save(self.engine, folders[0], step=2)
             _, extra = checkpoint.load_newest(self.engine, folders[0])
             same(extra, {"step": 2}, what="the values saved with the newest checkpoint")
+        else:
+            checkpoint.save(self.engine, folders[0], step=2)
         groups = [first_ranks(number) for number in range(1, self.ranks + 1)]  # every rank makes all of them
         if self.rank < ranks:
             other = self.build(subject, {"group": groups[ranks - 1]}, seed=1)

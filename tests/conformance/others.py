@@ -157,8 +157,11 @@ class Adapted:
                 yield
             finally:
                 model.set_requires_gradient_sync(True)
-        elif hasattr(model, "no_sync") or hasattr(self._engine, "no_sync"):
-            with (model if hasattr(model, "no_sync") else self._engine).no_sync():
+        elif hasattr(model, "no_sync"):
+            with model.no_sync():
+                yield
+        elif hasattr(self._engine, "no_sync"):
+            with self._engine.no_sync():
                 yield
         else:
             pytest.skip(f"{self._subject.name} documents no way to keep gradients on the rank")

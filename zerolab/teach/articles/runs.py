@@ -146,6 +146,13 @@ class Step:
         return elements / (self.psi * (self.ranks - 1) / self.ranks)
 
 
+def without_sync(name: str, engine):
+    """A context in which backward sends nothing. Our engines have the method no_sync, and DDP's model has it."""
+    if name in STAGES:
+        return engine.no_sync()
+    return engine.model.no_sync()
+
+
 @functools.cache
 def step(name: str, make_model=chain, ranks: int = 8, micro_batches: int = 1, no_sync=False, **options) -> Step:
     """The third training step of an engine: the first makes the optimizer's state, the second DDP's buckets.
@@ -157,7 +164,7 @@ def step(name: str, make_model=chain, ranks: int = 8, micro_batches: int = 1, no
             with watched_step(engine, ledger) as seen:
                 for turn in range(micro_batches):
                     if no_sync and turn < micro_batches - 1:
-                        with (engine if name in STAGES else engine.model).no_sync():
+                        with without_sync(name, engine):
                             forward(engine).backward()
                     else:
                         forward(engine).backward()

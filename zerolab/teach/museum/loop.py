@@ -114,7 +114,9 @@ def run_backward(engine, micro_batches, scaler):
             loss = next_token_loss(engine(inputs), targets) + extra_loss(engine.model)
         with record_function("step 2 backward"):
             mean = loss / len(micro_batches)
-            (mean if scaler is None else scaler.scale(mean)).backward()
+            if scaler is not None:
+                mean = scaler.scale(mean)
+            mean.backward()
         losses.append(loss.item())
     return losses
 
