@@ -98,16 +98,19 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(ranks, tmp_path):
     of_step[2] = weights(engine)
     with everything_that_was_on_disk(run) as mine:
         checkpoint.save(engine, run, keep=2, step=2)
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, mine)
+    of_ranks = [None] * 2
+    dist.all_gather_object(of_ranks, mine)
     steps = [[], []]
-    for of, moments in enumerate(everyone):
+    for of, moments in enumerate(of_ranks):
         for index, state in enumerate(moments):
             folder = tmp_path / f"{of} {index}"
             if rank == 0:
                 folder.mkdir()
                 for name, content in state.items():
-                    (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+                    if content is None:
+                        (folder / name).mkdir()
+                    else:
+                        (folder / name).write_bytes(content)
             dist.barrier()
             step = checkpoint.load(engine, folder)["step"]
             same(weights(engine), of_step[step], what=f"after act {index} of rank {of}")
@@ -200,7 +203,10 @@ def test_a_file_that_is_elsewhere_or_a_pipe_is_not_opened(tmp_path, file, how):
     make_good(folder)
     (folder / "SHA256SUMS").touch()
     moved = (folder / file).rename(tmp_path / "outside")
-    (folder / file).symlink_to(moved) if how == "link" else os.mkfifo(folder / file)
+    if how == "link":
+        (folder / file).symlink_to(moved)
+    else:
+        os.mkfifo(folder / file)
     with pytest.raises(checkpoint.Unsafe):
         Folder(folder)
 

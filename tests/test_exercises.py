@@ -184,16 +184,16 @@ def test_whatever_a_file_does_ends_in_a_verdict(tmp_path, does):
     assert verdict.startswith("FAILED") and ENDINGS[does] in verdict, verdict
 
 
-@pytest.mark.parametrize("line, said", [
+@pytest.mark.parametrize("line, problem", [
     ("def", "line 1: invalid syntax"),
     ("return", "line 1: 'return' outside"),
     ("import zero1", "it imports zero1.py, the chapter that it is to replace"),
     ("from zero1 import *", "it imports zero1.py, the chapter that it is to replace"),
 ])  # fmt: skip
-def test_a_file_that_cannot_be_used(tmp_path, line, said):
+def test_a_file_that_cannot_be_used(tmp_path, line, problem):
     file = tmp_path / "mine.py"
     file.write_text(f"{line}\n{generate('zero1')}")
-    assert said in student.problem_with("zero1", file)
+    assert problem in student.problem_with("zero1", file)
     file.write_text("x = 1")
     assert student.problem_with("zero1", file) == "it has no class ZeRO1"
 
@@ -250,8 +250,8 @@ def run(capfd, *arguments: str) -> tuple[int, str]:
     """The exit status of `check`, and what it prints, its lines joined."""
     with pytest.raises(SystemExit) as leaving:
         command.main([*arguments])
-    said, _ = capfd.readouterr()
-    return leaving.value.code, " ".join(said.split())
+    printed, _ = capfd.readouterr()
+    return leaving.value.code, " ".join(printed.split())
 
 
 def test_hints_are_for_a_step_that_failed_before_one_that_is_to_write():
@@ -263,17 +263,17 @@ def test_hints_are_for_a_step_that_failed_before_one_that_is_to_write():
 def test_one_file_its_hints_and_its_exit_status(tmp_path, capfd):
     file, (blank,) = tmp_path / "mine.py", EXERCISES["zero1_2psi"].blanks
     file.write_text(generate("zero1_2psi", hints=0))
-    status, said = run(capfd, "zero1_2psi", "--file", str(file), "--hint", "--hint")
-    assert status == 1 and f"to write {blank.title}" in said and "0 of 2 passed." in said
-    assert all(hint in said for hint in blank.hints)
+    status, printed = run(capfd, "zero1_2psi", "--file", str(file), "--hint", "--hint")
+    assert status == 1 and f"to write {blank.title}" in printed and "0 of 2 passed." in printed
+    assert all(hint in printed for hint in blank.hints)
 
 
 @pytest.mark.long
 def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
     """A file that shares nothing of the chapter's structure, and is correct; and three that are wrong."""
     free = SOLUTIONS / "zero2_free.py"
-    status, said = run(capfd, "zero2", "--file", str(free))
-    assert status == 0 and "is correct" in said, said
+    status, printed = run(capfd, "zero2", "--file", str(free))
+    assert status == 0 and "is correct" in printed, printed
     file = tmp_path / "mine.py"
     for line, instead in (
         ("shard /= self.world_size", "pass"),
@@ -282,8 +282,8 @@ def test_a_whole_file_is_judged_by_conformance(tmp_path, capfd):
     ):
         assert line in free.read_text()
         file.write_text(free.read_text().replace(line, instead))
-        status, said = run(capfd, "zero2", "--file", str(file))
-        assert status == 1 and "FAILED All steps" in said, said
+        status, printed = run(capfd, "zero2", "--file", str(file))
+        assert status == 1 and "FAILED All steps" in printed, printed
 
 
 @pytest.mark.long
@@ -292,8 +292,8 @@ def test_names_are_free_in_a_file_without_the_chapters_structure(tmp_path, capfd
     file = tmp_path / "mine.py"
     text = (ROOT / "zero3.py").read_text()
     file.write_text(text.replace("start_gather", "fetch").replace("before_forward", "enter"))
-    status, said = run(capfd, "zero3", "--file", str(file))
-    assert status == 0 and "is correct" in said, said
+    status, printed = run(capfd, "zero3", "--file", str(file))
+    assert status == 0 and "is correct" in printed, printed
 
 
 @pytest.mark.long

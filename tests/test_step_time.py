@@ -82,11 +82,11 @@ def test_two_collectives_at_a_time_count_once():
 
 
 def test_the_last_rank_to_issue_is_looked_for_in_the_collectives_own_group():
-    everyone, pair = (0, 1, 2), (0, 1)
+    three, pair = (0, 1, 2), (0, 1)
     issued = [  # of each rank: (the ranks of the collective, when this rank issued it)
-        [(everyone, 1.0), (pair, 2.0), ((0,), 3.0), (everyone, 4.0)],
-        [(everyone, 1.5), (pair, 9.0), (everyone, 3.5)],
-        [(everyone, 0.5), (everyone, 8.0)],
+        [(three, 1.0), (pair, 2.0), ((0,), 3.0), (three, 4.0)],
+        [(three, 1.5), (pair, 9.0), (three, 3.5)],
+        [(three, 0.5), (three, 8.0)],
     ]
     assert step_time.last_issues(issued, 0) == [1.5, 9.0, 3.0, 8.0]
     assert step_time.last_issues(issued, 1) == [1.5, 9.0, 8.0]

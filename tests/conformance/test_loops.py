@@ -268,9 +268,9 @@ def test_clipping_takes_the_norm_of_the_whole_model(engine, norm_type):
         pair.backward(step)
         norm = pair.clip(max_norm, norm_type)
         assert (norm > max_norm) == (step != 2), "the norm is on the wrong side of what it is clipped to"
-        everyone = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, norm)
-        assert len(torch.stack(everyone).unique()) == 1, "the ranks have different norms"
+        norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+        dist.all_gather(norms, norm)
+        assert len(torch.stack(norms).unique()) == 1, "the ranks have different norms"
         pair.step()
     pair.check_weights()
 

@@ -141,14 +141,14 @@ def train_beside_one_process(stage, make, ranks: list[int], group, bucket_bytes:
 @on_ranks
 def test_muon(stage):
     """steps 3 to 5: with torch.optim.Muon all ranks have the weights of one process, on 1, 2 and all ranks"""
-    everyone = list(range(dist.get_world_size()))
-    two = everyone[-2:]  # the first one is not rank 0, but has number 0 in the group
+    every_rank = list(range(dist.get_world_size()))
+    two = every_rank[-2:]  # the first one is not rank 0, but has number 0 in the group
     of_two = dist.new_group(two)
-    for ranks, group in [(everyone, all_ranks()), (two, of_two), ([dist.get_rank()], alone())]:
+    for ranks, group in [(every_rank, all_ranks()), (two, of_two), ([dist.get_rank()], alone())]:
         for when, bucket_bytes in BUCKETS.items():
             if dist.get_rank() in ranks:
                 train_beside_one_process(stage, Matrices, ranks, group, bucket_bytes, f"{when}, group of ranks {ranks}")
-    train_beside_one_process(stage, OneMatrix, everyone, all_ranks(), 0, "all ranks but one own nothing")
+    train_beside_one_process(stage, OneMatrix, every_rank, all_ranks(), 0, "all ranks but one own nothing")
 
 
 @on_ranks
