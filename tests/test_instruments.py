@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+import runpy
 import tempfile
 import textwrap
 import threading
@@ -384,7 +385,9 @@ def test_the_rooms_listing_runs(ranks):
     given = {"engine": engine, "inputs": inputs, "targets": targets, "loss_fn": F.mse_loss}
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        exec(LISTING, given)
+        listing = Path(f"listing_{dist.get_rank()}.py")
+        listing.write_text(LISTING)
+        runpy.run_path(str(listing), init_globals=given)
         if dist.get_rank() == 0:
             trace = json.loads(Path("trace.json").read_text())
             assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}

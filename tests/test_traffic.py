@@ -1,5 +1,7 @@
 """The traffic ledger counts every operation of torch.distributed, by hand on real ranks."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -20,41 +22,46 @@ def every_kind() -> tuple[dict[str, tuple], list[str]]:
     parts = list(whole.chunk(n))
     ring = [dist.P2POp(dist.isend, part, (rank + 1) % n), dist.P2POp(dist.irecv, part.clone(), (rank - 1) % n)]
 
-    def isend_and_irecv():
+    found = {}
+
+    @contextlib.contextmanager
+    def counted(name):
+        with TrafficLedger() as traffic:
+            yield
+        found[name] = sorted(traffic.count), traffic.sent_bytes
+
+    with counted("all-reduce"):
+        dist.all_reduce(whole)
+    with counted("all-gather"):
+        all_gather(whole, part)
+    with counted("a list"):
+        dist.all_gather(parts, part)
+    with counted("reduce-scatter"):
+        reduce_scatter(part, whole)
+    with counted("broadcast"):
+        dist.broadcast(whole, 0)
+    with counted("reduce"):
+        dist.reduce(whole, 0)
+    with counted("gather to 1"):
+        dist.gather(part, parts if rank == 1 else None, dst=1)
+    with counted("scatter from 1"):
+        dist.scatter(part, parts if rank == 1 else None, src=1)
+    with counted("all-to-all"):
+        dist.all_to_all_single(torch.empty_like(whole), whole)
+    with counted("functional"):
+        functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum()
+    with counted("one by one"):
         sending = dist.isend(part, (rank + 1) % n)
         dist.irecv(part.clone(), (rank - 1) % n).wait()
         sending.wait()
-
-    def batch_isend_irecv():
+    with counted("a batch"):
         for work in dist.batch_isend_irecv(ring):
             work.wait()
-
-    def in_two_buffers():
-        with dist._coalescing_manager():
-            dist.all_reduce(part)
-            dist.all_reduce(whole)
-
-    calls = {
-        "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: all_gather(whole, part),
-        "a list": lambda: dist.all_gather(parts, part),
-        "reduce-scatter": lambda: reduce_scatter(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-        "reduce": lambda: dist.reduce(whole, 0),
-        "gather to 1": lambda: dist.gather(part, parts if rank == 1 else None, dst=1),
-        "scatter from 1": lambda: dist.scatter(part, parts if rank == 1 else None, src=1),
-        "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "functional": lambda: functional.all_to_all_single(whole, None, None, dist.group.WORLD).sum(),
-        "one by one": isend_and_irecv,
-        "a batch": batch_isend_irecv,
-        "coalesced": in_two_buffers,
-        "barrier": dist.barrier,
-    }
-    found = {}
-    for name, call in calls.items():
-        with TrafficLedger() as traffic:
-            call()
-        found[name] = sorted(traffic.count), traffic.sent_bytes
+    with counted("coalesced"), dist._coalescing_manager():
+        dist.all_reduce(part)
+        dist.all_reduce(whole)
+    with counted("barrier"):
+        dist.barrier()
     label = torch.profiler.record_function
     with TrafficLedger() as traffic:
         all_gather(whole, part)
