@@ -191,7 +191,7 @@ def test_a_step_on_integers_is_exact(engine, reduce_dtype):
 
 @pytest.mark.chapters
 def test_all_ranks_start_with_rank_0s_weights(engine):
-    """If the model differs between ranks, all start with rank 0's values, including frozen parameters and buffers."""
+    """If the model differs between ranks, all start with rank 0's values, including frozen parameters."""
     if not engine.broadcasts:
         pytest.skip(f"{engine.name} wants equal weights on all ranks")
     model = seeded(Frozen, seed=10 * dist.get_rank())
