@@ -119,7 +119,7 @@ class Stack(OfVectors):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(12))
 
     def forward(self, x):
         for layer in self.layers:

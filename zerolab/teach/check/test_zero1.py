@@ -120,6 +120,21 @@ def test_two_steps_without_zero_grad(stage):
     expect_values("the weights after two steps without zero_grad(), of which the second reduces again", *weights)
 
 
+@pytest.mark.blank("ZeRO1.step")
+@on_ranks
+def test_a_step_with_gradients_of_zero(stage):
+    """The optimizer updates the weights nevertheless: AdamW has momentum and weight decay."""
+    weights = []
+    for kind in (stage, ZeRO1):
+        engine = build(kind)
+        backward(engine)
+        engine.step()
+        engine.zero_grad()
+        engine.step()
+        weights.append(torch.cat([param.detach().flatten() for param in engine.model.parameters()]))
+    expect_values("the weights after a step whose gradients are all zero", *weights)
+
+
 @pytest.mark.blank("Bucket.gather")
 @on_ranks
 def test_a_backward_through_old_weights_is_refused(stage):

@@ -24,7 +24,7 @@ from zerolab.teach.check.helpers import (
 
 
 class Mixed(nn.Module):
-    """Units inside a unit, weights that two units share, and parameters outside of all units."""
+    """Units inside a unit, weights that two units share, parameters outside of all units, and frozen ones."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,8 @@ class Mixed(nn.Module):
         self.blocks[0].tied = self.blocks[1].tied = nn.Parameter(torch.zeros(4))
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+        inner[0].requires_grad_(False)
 
 
 # By hand: `shared` and `tied` are in two units, and so is inner[1], which is a unit by itself under its first name. So
