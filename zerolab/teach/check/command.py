@@ -108,7 +108,9 @@ def run_tests(file: Path, options: argparse.Namespace, *more: str) -> dict[str, 
     lines = Lines(options)
     command = [str(Path(__file__).with_name(f"test_{options.name}.py")), "--file", str(file)]
     command += ["--seconds", str(options.seconds), *([] if options.ranks is None else ["--on", str(options.ranks)])]
-    command += ["--rootdir", str(ROOT), "-s", "-p", "no:terminal", "-p", "no:cacheprovider", *more]
+    command += ["--rootdir", str(ROOT), "-p", "no:terminal", "-p", "no:cacheprovider", *more]
+    if not options.folder:
+        command.append("-s")  # what one file prints is seen; what forty files print would hide the table
     status = pytest.main(command, plugins=[lines])
     if status == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

@@ -76,6 +76,35 @@ def test_shards_and_gradients_are_views(stage):
             expect(f"whether bucket.grads[{index}] is a view of its place in bucket.gradient", is_view, True)
 
 
+@pytest.mark.blank("Bucket.gather")
+@on_ranks
+def test_a_backward_through_old_weights_is_refused(stage):
+    engine = build(stage)
+    old = engine(engine.model.batch(0, 0)[0])
+    old.square().mean().backward(retain_graph=True)
+    engine.step()
+    engine.zero_grad()
+    must_raise("a backward through a forward of before the step", old.sum().backward)
+
+
+# Every blank, in whole trainings.
+
+TRAININGS = {
+    "": {},
+    "in a group of one rank (self.world_size is 1)": {"group": alone},
+    "if some ranks own nothing but padding": {"make": models.OneWeight},
+}
+
+
+@pytest.mark.parametrize("at", TRAININGS)
+@on_ranks
+def test_training(stage, at):
+    same_training(stage, ZeRO1, at, **TRAININGS[at])
+
+
+# What no training shows. It comes last, because a wrong order of events has a clearer message above.
+
+
 @pytest.mark.blank("ZeRO1.reduce_gradients")
 @on_ranks
 def test_a_second_call_changes_nothing(stage):
@@ -133,32 +162,6 @@ def test_a_step_with_gradients_of_zero(stage):
         engine.step()
         weights.append(torch.cat([param.detach().flatten() for param in engine.model.parameters()]))
     expect_values("the weights after a step whose gradients are all zero", *weights)
-
-
-@pytest.mark.blank("Bucket.gather")
-@on_ranks
-def test_a_backward_through_old_weights_is_refused(stage):
-    engine = build(stage)
-    old = engine(engine.model.batch(0, 0)[0])
-    old.square().mean().backward(retain_graph=True)
-    engine.step()
-    engine.zero_grad()
-    must_raise("a backward through a forward of before the step", old.sum().backward)
-
-
-# Every blank, in whole trainings.
-
-TRAININGS = {
-    "": {},
-    "in a group of one rank (self.world_size is 1)": {"group": alone},
-    "if some ranks own nothing but padding": {"make": models.OneWeight},
-}
-
-
-@pytest.mark.parametrize("at", TRAININGS)
-@on_ranks
-def test_training(stage, at):
-    same_training(stage, ZeRO1, at, **TRAININGS[at])
 
 
 @on_ranks
